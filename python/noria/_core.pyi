@@ -1,0 +1,255 @@
+"""The decision core: scheduler, KV block pool, prefix cache, step buffers.
+
+Times are microseconds on any monotonic clock; the core has none of its own.
+"""
+
+from typing import Final, final
+
+import numpy as np
+import numpy.typing as npt
+
+__version__: Final[str]
+
+# Event kinds (column 1 of `Core.events`).
+ADMITTED: Final[int]
+TOKEN: Final[int]
+FINISHED: Final[int]
+PREEMPTED: Final[int]
+RESUMED: Final[int]
+
+# Finish reasons (column 2 of a FINISHED event).
+STOP: Final[int]
+LENGTH: Final[int]
+ABORT: Final[int]
+ERROR: Final[int]
+EXPIRED: Final[int]
+
+# Row flags.
+SAMPLES: Final[int]
+HOST_MASKED: Final[int]
+LISTED: Final[int]
+PADDING: Final[int]
+GHOST: Final[int]
+DEVICE_START: Final[int]
+DRAFTS: Final[int]
+DRAFT_IDS: Final[int]
+
+# Words of a step buffer's header.
+H_STEP_LOW: Final[int]
+H_STEP_HIGH: Final[int]
+H_NUM_LOST: Final[int]
+H_NUM_GAINED: Final[int]
+H_NUM_GAINED_BLOCKS: Final[int]
+H_NUM_TABLE_CHANGES: Final[int]
+H_NUM_MOVES: Final[int]
+H_NUM_ROWS: Final[int]
+H_NUM_TOKENS: Final[int]
+H_NUM_LISTED_IDS: Final[int]
+H_NUM_SAMPLE_ROWS: Final[int]
+H_NUM_LOGITS: Final[int]
+H_NUM_SEAT_ROWS: Final[int]
+H_MAX_CONTEXT: Final[int]
+H_NUM_HOST_MASKED: Final[int]
+H_MAX_COUNT: Final[int]
+
+@final
+class StepLayout:
+    """Where each section of a step buffer lies; in int32 words.
+
+    `offset_x` is the first word of section `x`, `capacity_x` its entries.
+    """
+
+    size: int
+    max_num_seqs: int
+    max_rows: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+    block_size: int
+    num_blocks: int
+    max_drafts: int
+    max_logits: int
+    max_events: int
+    offset_lost: int
+    offset_gained: int
+    offset_gained_blocks: int
+    offset_table_changes: int
+    offset_moves: int
+    offset_row_seat: int
+    offset_row_start: int
+    offset_row_count: int
+    offset_row_flags: int
+    offset_row_ids: int
+    offset_cu_seqlens_q: int
+    offset_listed_ids: int
+    capacity_gained_blocks: int
+    capacity_table_changes: int
+    capacity_moves: int
+
+@final
+class Plan:
+    """What `Core.plan` decided."""
+
+    STEP: Final[int]
+    """A step was planned: its buffer is written."""
+    IDLE: Final[int]
+    """Nothing to do until a submit or an update."""
+    WAITING: Final[int]
+    """Nothing to do until step `step` is committed (or fails)."""
+
+    kind: int
+    step: int
+    """The planned step (STEP), the awaited one (WAITING), else 0."""
+    num_events: int
+    """Rows written to `Core.events` by this call."""
+
+@final
+class Core:
+    """The six verbs. Not thread-safe: one thread owns it.
+
+    Raises:
+        noria.errors.ConfigError: a value is out of its range.
+    """
+
+    def __new__(
+        cls,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int = 2048,
+        vocab_size: int = 2147483647,
+        depth: int = 2,
+        max_drafts: int = 0,
+        max_partial_prefills: int = 1,
+        long_prefill_token_threshold: int = 0,
+        enable_prefix_caching: bool = True,
+        watermark_blocks: int = 0,
+        scheduling_policy: str = "fcfs",
+        admission: str = "optimistic",
+        max_queued: int = 1048576,
+        hash_seed: int = 0,
+        num_records: int = 4096,
+        record: bool = False,
+    ) -> Core: ...
+    @property
+    def layout(self) -> StepLayout: ...
+    @property
+    def events(self) -> npt.NDArray[np.int64]:
+        """`[max_events, 4]`: handle, kind, and two values; see DESIGN.md chapter 1.
+
+        The same array each time; `plan` and `commit` overwrite its first rows.
+        """
+    def submit(
+        self,
+        now_us: int,
+        prompt_token_ids: npt.NDArray[np.int32],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        stop_token_ids: npt.NDArray[np.int32] | None = None,
+        cache_salt: bytes = b"",
+        parked: bool = False,
+        host_masked: bool = False,
+        reads_prefix_cache: bool = True,
+    ) -> int:
+        """Queues a request and returns its handle.
+
+        `max_tokens` is cut to what `max_model_len` leaves after the prompt. `cache_salt`: at most 16
+        bytes (hash a longer one); requests with different salts never share KV.
+
+        Raises:
+            noria.errors.EmptyPromptError, TokenOutOfRangeError, PromptTooLongError, MaxTokensError,
+            NeverFitsError, QueueFullError: all are `RejectedError`.
+        """
+    def plan(
+        self,
+        now_us: int,
+        buffer: npt.NDArray[np.int32],
+        draft_handles: npt.NDArray[np.int64] | None = None,
+        draft_counts: npt.NDArray[np.int32] | None = None,
+        draft_ids: npt.NDArray[np.int32] | None = None,
+    ) -> Plan:
+        """Plans one step into `buffer` (`[layout.size]`, C-contiguous).
+
+        Drafts: `draft_counts[i]` tokens for `draft_handles[i]`; their ids lie one after another in
+        `draft_ids`, or are made on the device where it is None.
+        """
+    def commit(
+        self,
+        step: int,
+        num_ids: npt.NDArray[np.int32],
+        ids: npt.NDArray[np.int32],
+        device_us: int,
+        now_us: int,
+    ) -> int:
+        """Takes a step's sampled ids: `num_ids[row]` of them a row, one after another in `ids`.
+
+        Steps are committed in the order planned; one that `fail` discarded is ignored.
+
+        Returns:
+            Rows written to `events`.
+
+        Raises:
+            noria.errors.CommitError: out of order, or the ids do not match the step's rows.
+        """
+    def fail(self, step: int, now_us: int) -> None:
+        """Discards `step` and every later one in flight; their requests run again."""
+    def finish(self, handle: int, num_output_tokens: int, reason: int, now_us: int) -> bool:
+        """Ends a request from outside; False if it had ended already. Its FINISHED event comes with
+        the next `plan` or `commit`."""
+    def unpark(self, handle: int, now_us: int) -> bool: ...
+    def expire(self, handle: int, now_us: int) -> bool: ...
+    def reset_prefix_cache(self, now_us: int) -> int:
+        """Forgets every cached block that no request holds, and hides the held ones; blocks freed."""
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_parked(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not yet committed."""
+    @property
+    def num_free_blocks(self) -> int: ...
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no request holds and whose content can still be found."""
+    @property
+    def num_held_blocks(self) -> int: ...
+    def records(self) -> npt.NDArray[np.int64]:
+        """`[n, len(RECORD_FIELDS)]`: the last committed steps, oldest first."""
+    def recording(self) -> bytes:
+        """Every verb so far, if built with `record=True`."""
+    def check(self) -> None:
+        """Recounts every invariant from scratch. Raises AssertionError on the first broken one."""
+
+RECORD_FIELDS: Final[tuple[str, ...]]
+
+def replay(recording: bytes) -> list[int]:
+    """Runs a recording in a fresh core; a 64-bit digest of each planned buffer, in order."""
+
+@final
+class Expander:
+    """A runner's seat state, and the arrays that a model reads; DESIGN.md chapter 2.2.
+
+    Every array is allocated once, and is overwritten by each `expand`.
+    """
+
+    def __new__(cls, layout: StepLayout) -> Expander: ...
+    input_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    cu_seqlens_q: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    row_seats: npt.NDArray[np.int64]
+    logits_indices: npt.NDArray[np.int64]
+    sample_rows: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int32]
+    last_token: npt.NDArray[np.int64]
+    num_computed_tokens: npt.NDArray[np.int64]
+    num_prompt_tokens: npt.NDArray[np.int64]
+    def expand(self, buffer: npt.NDArray[np.int32]) -> None:
+        """Applies lost and gained seats and table changes, then expands the rows."""
+

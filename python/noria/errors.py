@@ -1,0 +1,73 @@
+"""Every error that noria raises on purpose: one base, and the values as attributes."""
+
+
+class NoriaError(Exception):
+    """Base of all of noria's errors; its text is one sentence that names the value and the limit."""
+
+
+class ConfigError(NoriaError, ValueError):
+    """A configuration value is out of its range.
+
+    Attributes:
+        name: the option.
+        value: what was given.
+    """
+
+    def __init__(self, message: str, *, name: str, value: object) -> None:
+        super().__init__(message)
+        self.name = name
+        self.value = value
+
+
+class RejectedError(NoriaError, ValueError):
+    """A request was refused at submit; nothing of it was kept.
+
+    Attributes:
+        value: what was given.
+        limit: what would have been accepted, where there is a limit.
+    """
+
+    def __init__(self, message: str, *, value: object = None, limit: object = None) -> None:
+        super().__init__(message)
+        self.value = value
+        self.limit = limit
+
+
+class EmptyPromptError(RejectedError):
+    """The prompt has no tokens."""
+
+
+class TokenOutOfRangeError(RejectedError):
+    """A prompt token id is negative or not in the vocabulary."""
+
+
+class PromptTooLongError(RejectedError):
+    """The prompt leaves no room for an output token in the model's context."""
+
+
+class MaxTokensError(RejectedError):
+    """`max_tokens` is below 1."""
+
+
+class NeverFitsError(RejectedError):
+    """The request would need more KV blocks than the whole pool has."""
+
+
+class QueueFullError(RejectedError):
+    """The queue holds as many requests as it may."""
+
+
+class SamplingParamsError(RejectedError):
+    """A sampling parameter is out of its range."""
+
+
+class CommitError(NoriaError):
+    """A runner's result does not match the step it was for."""
+
+
+class ModelError(NoriaError):
+    """A model cannot be loaded: its files, its architecture or its weights are not as they must be."""
+
+
+class TokenizerError(ModelError):
+    """A tokenizer cannot be built from the model's files."""
