@@ -75,13 +75,17 @@ test-rust: ## Run the core's tests; ARGS go to cargo nextest, or to cargo test
 test-python: install $(VENV)/.stamp-model ## Run the tests across the boundary; ARGS go to pytest
 	$(PY) -m pytest $(ARGS)
 
+# Tests run tiny models: more threads would only wait for one another.
+test-python: export OMP_NUM_THREADS ?= 2
+
 .PHONY: bench wheel fmt lock clean
 bench: install $(VENV)/.stamp-model ## Time the core, and the boundary
 	cargo bench $(RUST_TESTED) $(LOCKED)
 	$(PY) -m pytest benches --benchmark-enable $(ARGS)
 
 wheel: $(VENV)/.stamp-deps ## Build the wheel and the source distribution into dist/
-	$(BIN)/maturin build --release $(LOCKED) --sdist --out dist
+	$(BIN)/maturin sdist --out dist
+	$(BIN)/maturin build --release --strip $(LOCKED) --out dist
 
 fmt: $(VENV)/.stamp-deps ## Format Rust and Python, and sort imports
 	cargo fmt --all
