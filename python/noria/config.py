@@ -1,0 +1,270 @@
+"""What an engine is built from: given once, checked once, resolved once against the model."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from noria._core import Core
+from noria.errors import ConfigError
+
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+BATCHINGS = ("continuous", "padded", "gang")
+
+# `batching` says what a user sees, `admission` what the core does.
+_ADMISSION = {"continuous": "optimistic", "padded": "padded", "gang": "gang"}
+
+
+class KvModel(Protocol):
+    """What the KV cache's size depends on; `noria.models.ModelConfig` has it."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a KV cache."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+
+    @property
+    def head_dim(self) -> int:
+        """Values a head."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of the longest context."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a user chooses, under vLLM's names where it has one.
+
+    Attributes:
+        model: a folder with `config.json` and safetensors, or a `.gguf` file.
+        dtype: of weights and KV: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
+            bfloat16 where the hardware computes it, else float32.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:<n>`.
+        max_model_len: tokens of a request, prompt and output together; None: as many as the model
+            was made for and the KV cache can hold.
+        max_num_seqs: seats: requests that run at once.
+        max_num_batched_tokens: tokens of a step; at least `max_num_seqs`.
+        block_size: tokens of a KV block.
+        num_kv_blocks: blocks of the KV cache; None: what `kv_cache_memory_bytes` holds.
+        kv_cache_memory_bytes: memory of the KV cache; None: half of what is available on a CPU, 80%
+            of what is free on a GPU, and never more than all seats can use.
+        enable_prefix_caching: whether prompts that begin alike share their KV.
+        scheduling_policy: `fcfs`, or `priority`: requests of lower `priority` first.
+        batching: `continuous`, or one of two baselines to compare with: `padded` and `gang`.
+        depth: steps in flight, 1 to 3; above 1, the next step is planned while one computes.
+        max_partial_prefills: prompts that one step may leave half computed.
+        long_prefill_token_threshold: prompt tokens that one request may take of a step; 0: all.
+        watermark: share of the KV cache that an admission leaves free while something runs.
+        seed: of every request that brings none.
+        skip_tokenizer_init: token ids in, token ids out; no tokenizer is read.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    batching: str = "continuous"
+    depth: int = 2
+    max_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.01
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+
+    def __post_init__(self) -> None:
+        _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _require_choice("batching", self.batching, BATCHINGS)
+        if self.max_model_len is not None:
+            _require_int("max_model_len", self.max_model_len, 2, 2**30)
+        _require_int("max_num_seqs", self.max_num_seqs, 1, 2**20)
+        _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**30)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
+                f"{self.max_num_seqs}, as each running request decodes one token a step",
+                name="max_num_batched_tokens",
+                value=self.max_num_batched_tokens,
+            )
+        _require_int("block_size", self.block_size, 1, 4096)
+        if self.num_kv_blocks is not None:
+            _require_int("num_kv_blocks", self.num_kv_blocks, 1, 2**30)
+        if self.kv_cache_memory_bytes is not None:
+            _require_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**62)
+            if self.num_kv_blocks is not None:
+                raise ConfigError(
+                    f"num_kv_blocks is {self.num_kv_blocks} and kv_cache_memory_bytes is "
+                    f"{self.kv_cache_memory_bytes}; give one of them",
+                    name="num_kv_blocks",
+                    value=self.num_kv_blocks,
+                )
+        _require_int("depth", self.depth, 1, 3)
+        _require_int("max_partial_prefills", self.max_partial_prefills, 1, 2**30)
+        _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**30)
+        if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
+            raise ConfigError(
+                f"watermark is {self.watermark}; it must be from 0 to below 1",
+                name="watermark",
+                value=self.watermark,
+            )
+        _require_int("seed", self.seed, 0, 2**63 - 1)
+
+    def resolve(self, model: KvModel, itemsize: int, memory_budget: int | None = None) -> "ResolvedConfig":
+        """Settles what depends on the model.
+
+        Args:
+            model: its configuration.
+            itemsize: bytes of a value in the KV cache.
+            memory_budget: bytes for the KV cache if the user gave neither bytes nor blocks; None if
+                the system does not say.
+
+        Raises:
+            ConfigError: the context is longer than the model's or than the KV cache, or the KV cache
+                holds nothing.
+        """
+        token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+        limit = model.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; the model's context is {limit} tokens",
+                name="max_model_len",
+                value=self.max_model_len,
+            )
+        max_model_len = limit if self.max_model_len is None else self.max_model_len
+        num_blocks = self._num_blocks(max_model_len, token_bytes * self.block_size, memory_budget)
+        notes = []
+        num_kv_tokens = num_blocks * self.block_size
+        if max_model_len > num_kv_tokens:
+            held = f"the KV cache of {num_blocks} blocks of {self.block_size} holds {num_kv_tokens}"
+            if self.max_model_len is not None or num_kv_tokens < 2:
+                raise ConfigError(
+                    f"max_model_len is {max_model_len}; {held}", name="max_model_len", value=max_model_len
+                )
+            notes.append(f"max_model_len: lowered to {num_kv_tokens} tokens from {limit}, as {held}")
+            max_model_len = num_kv_tokens
+        mib = token_bytes * num_kv_tokens / 2**20
+        notes.append(
+            f"KV cache: 2 · {model.num_layers} layers · {model.num_kv_heads} kv heads · {model.head_dim} · "
+            f"{itemsize} bytes · {num_kv_tokens} tokens = {mib:.{0 if mib >= 10 else 2}f} MiB"
+        )
+        return self._resolved(model.vocab_size, max_model_len, num_blocks, notes)
+
+    def resolve_without_model(self, *, vocab_size: int, max_model_len: int) -> "ResolvedConfig":
+        """Settles a configuration for the null runner, whose KV cache takes no memory.
+
+        Args:
+            vocab_size: token ids are below this.
+            max_model_len: tokens of a request, if the configuration does not say; without
+                `num_kv_blocks` there are enough for all seats to hold this many.
+        """
+        if self.max_model_len is not None:
+            max_model_len = self.max_model_len
+        num_blocks = self.num_kv_blocks or self.max_num_seqs * -(-max_model_len // self.block_size)
+        return self._resolved(vocab_size, max_model_len, num_blocks, [])
+
+    def _resolved(
+        self, vocab_size: int, max_model_len: int, num_blocks: int, notes: list[str]
+    ) -> "ResolvedConfig":
+        return ResolvedConfig(
+            engine=self,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_kv_blocks=num_blocks,
+            watermark_blocks=int(self.watermark * num_blocks),
+            notes=tuple(notes),
+        )
+
+    def _num_blocks(self, max_model_len: int, block_bytes: int, memory_budget: int | None) -> int:
+        if self.num_kv_blocks is not None:
+            return self.num_kv_blocks
+        budget = self.kv_cache_memory_bytes
+        if budget is None:
+            budget = memory_budget
+        if budget is None:
+            raise ConfigError(
+                "kv_cache_memory_bytes must be given: this system does not say how much memory is available",
+                name="kv_cache_memory_bytes",
+                value=None,
+            )
+        held = budget // block_bytes - 1  # block 0 is for padding
+        if held < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {budget}; two blocks, the least, need {2 * block_bytes}",
+                name="kv_cache_memory_bytes",
+                value=budget,
+            )
+        return min(held, self.max_num_seqs * -(-max_model_len // self.block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A configuration that fits its model.
+
+    Attributes:
+        engine: what was asked for.
+        vocab_size: token ids are below this.
+        max_model_len: tokens of a request, prompt and output together.
+        num_kv_blocks: blocks of the KV cache, block 0 not counted.
+        watermark_blocks: blocks that an admission leaves free while something runs.
+        notes: lines to show when the engine starts.
+    """
+
+    engine: EngineConfig
+    vocab_size: int
+    max_model_len: int
+    num_kv_blocks: int
+    watermark_blocks: int
+    notes: tuple[str, ...] = ()
+
+    def core(self, *, max_drafts: int = 0, record: bool = False) -> Core:
+        """A core of this configuration.
+
+        Args:
+            max_drafts: draft tokens a row; only the null runner verifies drafts.
+            record: whether it keeps every verb for `replay`.
+        """
+        engine = self.engine
+        return Core(
+            num_blocks=self.num_kv_blocks,
+            block_size=engine.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            depth=engine.depth,
+            max_drafts=max_drafts,
+            max_partial_prefills=engine.max_partial_prefills,
+            long_prefill_token_threshold=engine.long_prefill_token_threshold,
+            enable_prefix_caching=engine.enable_prefix_caching,
+            watermark_blocks=self.watermark_blocks,
+            scheduling_policy=engine.scheduling_policy,
+            admission=_ADMISSION[engine.batching],
+            hash_seed=engine.seed,
+            record=record,
+        )
+
+
+def _require_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        message = f"{name} is {value!r}; it must be an integer from {low} to {high}"
+        raise ConfigError(message, name=name, value=value)
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        message = f"{name} is {value!r}; it must be one of {', '.join(choices)}"
+        raise ConfigError(message, name=name, value=value)

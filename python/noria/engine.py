@@ -1,0 +1,435 @@
+"""The loop: plan as far as depth allows, launch, take one result, commit.
+
+One thread owns an engine, and through it the core.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from noria import _core
+from noria._core import Core
+from noria.errors import NoriaError, RejectedError, TokenOutOfRangeError
+from noria.outputs import Events
+from noria.runner.base import Executor, HostMasks, SeatInit, StepResult, StepRunner
+from noria.runner.step import StepView
+from noria.runner.thread import ThreadRunner
+from noria.stats import EngineStats, StatsKeeper
+
+_log = logging.getLogger(__name__)
+
+_NO_TOKEN = "no token could be sampled: its logits are not finite, or its mask is missing or allows nothing"
+_ALL_TOKENS = 2**31 - 1  # `finish` cuts at what there is
+_NOBODY = -1
+
+
+class EngineDeadError(NoriaError):
+    """The engine was closed, its device was lost, or a turn was cut short; it takes no more work."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRequest:
+    """Rows of one step whose logits the host edits before they are sampled.
+
+    All tokens before these positions have been given out as events. Rows of finished requests are
+    left out.
+
+    Attributes:
+        step: the step's id.
+        rows: `[n]` int64: the keys to use in `HostMasks`.
+        handles: `[n]` int64: whose rows they are.
+        output_positions: `[n]` int64: of the tokens to be sampled.
+    """
+
+    step: int
+    rows: npt.NDArray[np.int64]
+    handles: npt.NDArray[np.int64]
+    output_positions: npt.NDArray[np.int64]
+
+
+MaskProvider = Callable[[MaskRequest], HostMasks]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched.
+
+    Attributes:
+        step: its id.
+        buffer_index: where it lies in the ring.
+        max_idle_us: the runner's wait before it that counts as idle, at most; None: all of it.
+    """
+
+    step: int
+    buffer_index: int
+    max_idle_us: int | None
+
+
+class Engine:
+    """A core, a ring of step buffers and a runner.
+
+    Args:
+        core: nobody else calls it from now on.
+        runner: reads the buffers of `ring`; closed with the engine.
+        ring: depth + 1 buffers.
+        mask_provider: asked for the masks of `host_masked` requests' rows, once the tokens before
+            them have been given out; if it raises, the requests that it was asked about end with an
+            error.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        runner: StepRunner,
+        ring: Sequence[StepView],
+        *,
+        mask_provider: MaskProvider | None = None,
+    ) -> None:
+        self._core = core
+        self._runner = runner
+        self._ring = ring
+        self._depth = len(ring) - 1
+        self._mask_provider = mask_provider
+        self._next_buffer = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._held: _InFlight | None = None  # its sample waits for masks; nothing is planned meanwhile
+        self._requests: dict[int, SeatInit] = {}
+        self._causes: dict[int, str] = {}  # of requests that end as ERROR, until someone asks
+        self._last_failure = "the step failed"
+        self._dead: str | None = None
+        self._work_since_us: int | None = None  # set by the submit that ended idleness, until a launch
+        num_seats = core.layout.max_num_seqs
+        self._seat_handles = np.full(num_seats, _NOBODY, dtype=np.int64)
+        self._seat_prompt_tokens = np.zeros(num_seats, dtype=np.int64)
+        self._stats = StatsKeeper(core, num_seats)
+        self._rows: list[npt.NDArray[np.int64]] = []  # this turn's events, and when they came
+        self._times: list[tuple[int, int]] = []
+
+    # ---- what a caller asks
+
+    @property
+    def core(self) -> Core:
+        """The core, to be read only."""
+        return self._core
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has anything to do; parked requests alone are none."""
+        return bool(self._in_flight) or len(self._requests) > self._core.num_parked
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not finished."""
+        return len(self._requests)
+
+    @property
+    def seat_handles(self) -> npt.NDArray[np.int64]:
+        """`[max_num_seqs]`: who holds each seat, a copy; −1 for nobody."""
+        return self._seat_handles.copy()
+
+    def stats(self) -> EngineStats:
+        """Sums since the engine started."""
+        return self._stats.snapshot()
+
+    def add_text_time(self, text_us: int) -> None:
+        """Counts time spent between text and token ids, for `stats`."""
+        self._stats.text_us += text_us
+
+    def take_cause(self, handle: int) -> str | None:
+        """Why a request ended as `ERROR`, once; None if it did not."""
+        return self._causes.pop(handle, None)
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt_token_ids: npt.ArrayLike,
+        init: SeatInit,
+        max_tokens: int,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        parked: bool = False,
+        host_masked: bool = False,
+    ) -> int:
+        """Queues a request.
+
+        Args:
+            prompt_token_ids: `[num_prompt_tokens]` integers.
+            init: what the runner has to know of it.
+            max_tokens: output tokens; cut to what the context leaves after the prompt.
+            stop_token_ids: output ids that end it; they count as output.
+            priority: its band under the `priority` policy; lower runs first.
+            cache_salt: at most 16 bytes; requests of different salts never share KV.
+            parked: it waits out of line until `unpark`.
+            host_masked: its logits are edited by the mask provider.
+
+        Returns:
+            Its handle.
+
+        Raises:
+            RejectedError: it is bad, or can never run; nothing of it is kept.
+            EngineDeadError: the engine takes no more work.
+        """
+        self._require_usable()
+        if host_masked and self._mask_provider is None:
+            raise RejectedError("host_masked is set, but the engine has no mask_provider", value=host_masked)
+        now_us = _now_us()
+        was_idle = not self.has_work
+        handle = self._core.submit(
+            now_us,
+            _token_array(prompt_token_ids),
+            max_tokens,
+            priority=priority,
+            stop_token_ids=_token_array(stop_token_ids) if len(stop_token_ids) else None,
+            cache_salt=cache_salt,
+            parked=parked,
+            host_masked=host_masked,
+        )
+        self._requests[handle] = init
+        if was_idle:
+            self._work_since_us = now_us
+        return handle
+
+    def finish(
+        self, handle: int, num_output_tokens: int, reason: int, cause: str = "it was ended from outside"
+    ) -> bool:
+        """Ends a request: a stop found outside the core.
+
+        Its `FINISHED` comes with the next turn, and says at which token it was cut.
+
+        Args:
+            handle: a stale one is ignored.
+            num_output_tokens: tokens that it keeps.
+            reason: `STOP`, `LENGTH`, `ABORT`, `ERROR` or `EXPIRED`.
+            cause: for `ERROR`, what `take_cause` will say.
+
+        Returns:
+            False if it had ended already.
+        """
+        has_ended = self._core.finish(handle, num_output_tokens, reason, _now_us())
+        if has_ended and reason == _core.ERROR:
+            self._causes[handle] = cause
+        return has_ended
+
+    def abort(self, handle: int) -> bool:
+        """Ends a request whose client quit; False if it had ended already."""
+        return self.finish(handle, _ALL_TOKENS, _core.ABORT)
+
+    def unpark(self, handle: int) -> bool:
+        """Puts a parked request in line; False if it was not parked."""
+        was_idle = not self.has_work
+        has_changed = self._core.unpark(handle, _now_us())
+        if has_changed and was_idle:
+            self._work_since_us = _now_us()
+        return has_changed
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets what prompts have in common; the number of blocks that came free."""
+        return self._core.reset_prefix_cache(_now_us())
+
+    # ---- the loop
+
+    def turn(self) -> Events | None:
+        """One turn of the loop; waits for a step's result if any is in flight.
+
+        Returns:
+            What happened; None if there was nothing to do, and will not be before a `submit`, an
+            `unpark` or a `finish`.
+
+        Raises:
+            EngineDeadError: the engine takes no more work.
+        """
+        self._require_usable()
+        try:
+            return self._turn()
+        except BaseException as error:
+            # Between a plan and its commit there is no state to go back to.
+            self._dead = f"a turn was cut short by {type(error).__name__}: {error}"
+            raise
+
+    def _turn(self) -> Events | None:
+        self._supply_masks()
+        self._plan_ahead()
+        if self._in_flight:
+            self._take_result()
+        elif not self._rows:
+            if self.has_work:
+                raise NoriaError(f"the core is idle while {len(self._requests)} requests wait")
+            return None
+        rows = np.concatenate(self._rows) if self._rows else np.empty((0, 4), dtype=np.int64)
+        counts, times = zip(*self._times, strict=True) if self._times else ((), ())
+        self._rows.clear()
+        self._times.clear()
+        return Events(rows, np.repeat(np.asarray(times, dtype=np.int64), np.asarray(counts, dtype=np.int64)))
+
+    def _plan_ahead(self) -> None:
+        while len(self._in_flight) < self._depth and self._held is None:
+            now_us = _now_us()
+            view = self._ring[self._next_buffer]
+            plan = self._core.plan(now_us, view.buffer)
+            self._collect(plan.num_events, now_us, self._last_failure)
+            if plan.kind == plan.STEP:
+                self._launch(plan.step, view, now_us)
+            self._stats.plan_us += _now_us() - now_us
+            if plan.kind != plan.STEP:
+                return
+            self._supply_masks()
+
+    def _launch(self, step: int, view: StepView, now_us: int) -> None:
+        self._seat_handles[view.lost] = _NOBODY
+        inits: Sequence[SeatInit] = ()
+        if view.num_gained:
+            seats, handles = view.gained_seats, view.gained_handles
+            inits = [self._requests[handle] for handle in handles.tolist()]
+            self._seat_handles[seats] = handles
+            self._seat_prompt_tokens[seats] = [init.num_prompt_tokens for init in inits]
+        max_idle_us = None if self._work_since_us is None else now_us - self._work_since_us
+        self._work_since_us = None
+        launched = _InFlight(step, self._next_buffer, max_idle_us)
+        self._in_flight.append(launched)
+        self._runner.forward(step, launched.buffer_index, inits)
+        if view.num_host_masked:
+            self._held = launched
+        else:
+            self._runner.sample(step)
+        self._next_buffer = (self._next_buffer + 1) % len(self._ring)
+
+    def _supply_masks(self) -> None:
+        """Enqueues the held sample, once every earlier step is committed."""
+        held = self._held
+        if held is None or self._in_flight[0] is not held:
+            return
+        view = self._ring[held.buffer_index]
+        (rows,) = np.nonzero(view.row_flags & _core.HOST_MASKED)
+        rows = rows[self._seat_handles[view.row_seat[rows]] != _NOBODY]
+        masks = None
+        if len(rows):
+            seats = view.row_seat[rows]
+            ends = (view.row_start[rows] + view.row_count[rows]).astype(np.int64)
+            masks = self._masks(
+                MaskRequest(
+                    held.step, rows, self._seat_handles[seats], ends - self._seat_prompt_tokens[seats]
+                )
+            )
+        self._held = None
+        self._runner.sample(held.step, masks)
+
+    def _masks(self, request: MaskRequest) -> HostMasks | None:
+        assert self._mask_provider is not None  # `submit` refuses masked requests without one
+        try:
+            return self._mask_provider(request)
+        except Exception:  # noqa: BLE001  whatever it raises ends the requests it was asked about
+            _log.warning("the mask provider failed; %d requests end", len(request.rows), exc_info=True)
+            return None
+
+    def _take_result(self) -> None:
+        result = self._runner.next_result(block=True)
+        oldest = self._in_flight.popleft()
+        if result is None or result.step != oldest.step:
+            raise NoriaError(f"the runner gave {result} for step {oldest.step}")
+        now_us = _now_us()
+        if result.sampled is None:
+            self._fail(result, now_us)
+        else:
+            sampled = result.sampled
+            num_events = self._core.commit(
+                result.step, sampled.num_ids, sampled.ids, result.device_us, now_us
+            )
+            self._collect(num_events, now_us, _NO_TOKEN)
+        idle_us = result.forward_wait_us
+        if oldest.max_idle_us is not None:
+            idle_us = min(idle_us, oldest.max_idle_us)
+        self._stats.add_result(result, idle_us + result.sample_wait_us)
+        self._stats.commit_us += _now_us() - now_us
+
+    def _collect(self, num_events: int, now_us: int, error_cause: str) -> None:
+        """Keeps a verb's events for the end of the turn, and forgets the requests that finished."""
+        if not num_events:
+            return
+        rows = self._core.events[:num_events].copy()
+        self._rows.append(rows)
+        self._times.append((num_events, now_us))
+        finished = rows[rows[:, 1] == _core.FINISHED]
+        if not len(finished):
+            return
+        self._seat_handles[np.isin(self._seat_handles, finished[:, 0])] = _NOBODY
+        for handle in finished[:, 0].tolist():
+            del self._requests[handle]
+        for handle in finished[finished[:, 2] == _core.ERROR, 0].tolist():
+            self._causes.setdefault(handle, error_cause)
+
+    # ---- failure and end
+
+    def _fail(self, result: StepResult, now_us: int) -> None:
+        error = result.error
+        self._last_failure = f"its step failed: {type(error).__name__}: {error}"
+        self._runner.discard_from(result.step)
+        self._core.fail(result.step, now_us)
+        self._in_flight.clear()
+        self._held = None
+        if result.is_fatal:
+            _log.error("step %d failed, and the device with it", result.step, exc_info=error)
+            self._end_all(now_us)
+        else:
+            _log.warning("step %d failed; its requests run again", result.step, exc_info=error)
+
+    def _end_all(self, now_us: int) -> None:
+        """Nothing can be computed any more: everything finishes as `ERROR`."""
+        for handle in list(self._requests):
+            self.finish(handle, _ALL_TOKENS, _core.ERROR, self._last_failure)
+        while self._requests:  # `events` holds a bounded number a verb
+            plan = self._core.plan(now_us, self._ring[self._next_buffer].buffer)
+            if not plan.num_events:
+                raise NoriaError(f"the core keeps {len(self._requests)} requests that were finished")
+            self._collect(plan.num_events, now_us, self._last_failure)
+        self._dead = self._last_failure
+
+    def close(self) -> None:
+        """Drops what is in flight and stops the runner. Idempotent."""
+        if self._dead is None:
+            self._dead = "it was closed"
+        self._runner.close()
+
+    def _require_usable(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine takes no more work: {self._dead}")
+
+
+def start_engine(
+    core: Core, executor: Executor, *, depth: int, mask_provider: MaskProvider | None = None
+) -> Engine:
+    """An engine over a thread of its own.
+
+    Args:
+        core: whose layout `executor` was made for.
+        executor: computes the steps.
+        depth: of the core.
+        mask_provider: see `Engine`.
+    """
+    ring = tuple(StepView(core.layout) for _ in range(depth + 1))
+    return Engine(core, ThreadRunner(executor, ring), ring, mask_provider=mask_provider)
+
+
+def _token_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """`[n]` int32."""
+    array = np.asarray(ids)
+    if array.size and array.dtype.kind not in "iu":
+        raise TokenOutOfRangeError(f"token ids must be integers, not {array.dtype}", value=ids)
+    if array.ndim != 1:
+        raise TokenOutOfRangeError(f"token ids must be one list, not of shape {list(array.shape)}", value=ids)
+    wide = array.astype(np.int64)
+    outside = wide[(wide < -(2**31)) | (wide >= 2**31)]
+    if outside.size:
+        raise TokenOutOfRangeError(f"token id {outside[0]} is not in the vocabulary", value=int(outside[0]))
+    return wide.astype(np.int32)
+
+
+def _now_us() -> int:
+    return time.perf_counter_ns() // 1000

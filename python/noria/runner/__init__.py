@@ -1,0 +1,1 @@
+"""Runners: what turns a planned step into sampled token ids."""

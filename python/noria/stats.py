@@ -1,0 +1,208 @@
+"""What an engine has done so far: sums over its step records, and time by stage."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from noria._core import RECORD_FIELDS, Core
+from noria.runner.base import StepResult
+
+_COLUMN = {name: index for index, name in enumerate(RECORD_FIELDS)}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Sums from the engine's start; subtract two of them for what lies between.
+
+    Attributes:
+        num_steps: steps committed or failed.
+        num_failed_steps: of those, discarded by a failure.
+        num_decode_steps: steps that sampled at least one row.
+        num_rows: rows computed: padding and ghosts included.
+        num_sample_rows: rows that sampled, ghosts included.
+        num_seat_rows: decode rows, ghosts included.
+        num_ghost_rows: finished rows that a static batch kept computing.
+        num_tokens: tokens computed, padding included.
+        num_prefill_tokens: tokens of prompts, and of sequences computed again.
+        num_padding_tokens: tokens of padding.
+        num_draft_tokens: draft tokens planned.
+        num_output_tokens: tokens given to requests.
+        num_wasted_tokens: tokens sampled for requests that had ended.
+        num_prefix_hit_tokens: tokens whose KV was found instead of computed.
+        num_admitted: first admissions.
+        num_resumed: returns after a preemption.
+        num_preemptions: times a sequence gave up its KV.
+        num_preempted_tokens: tokens whose KV those gave up.
+        num_finished: requests that commits finished.
+        seat_steps: sum over steps of the seats held.
+        available_seat_steps: sum over steps of the seats there are.
+        peak_held_blocks: the most KV blocks held after any plan.
+        device_us: the device's time in forward and sample.
+        plan_us: the engine thread's time in plans and launches.
+        commit_us: the engine thread's time in commits.
+        text_us: time in tokenizing and detokenizing.
+        expand_us: the runner's time expanding buffers.
+        forward_us: the runner's time in forwards; on a GPU, in launching them.
+        sample_us: the runner's time sampling; on a GPU, launching it.
+        runner_idle_us: time that the runner waited for a job while a request was unfinished.
+    """
+
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    num_decode_steps: int = 0
+    num_rows: int = 0
+    num_sample_rows: int = 0
+    num_seat_rows: int = 0
+    num_ghost_rows: int = 0
+    num_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_padding_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_output_tokens: int = 0
+    num_wasted_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_admitted: int = 0
+    num_resumed: int = 0
+    num_preemptions: int = 0
+    num_preempted_tokens: int = 0
+    num_finished: int = 0
+    seat_steps: int = 0
+    available_seat_steps: int = 0
+    peak_held_blocks: int = 0
+    device_us: int = 0
+    plan_us: int = 0
+    commit_us: int = 0
+    text_us: int = 0
+    expand_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    runner_idle_us: int = 0
+
+    @property
+    def num_useful_rows(self) -> int:
+        """Rows computed for a request that was still running: neither padding nor ghosts."""
+        return self.num_rows - self.num_ghost_rows
+
+    @property
+    def seat_occupancy(self) -> float:
+        """Share of seats held by a request, over all steps; 0 before the first."""
+        return self.seat_steps / self.available_seat_steps if self.available_seat_steps else 0.0
+
+    @property
+    def runner_busy_us(self) -> int:
+        """The runner's time in jobs."""
+        return self.expand_us + self.forward_us + self.sample_us
+
+    @property
+    def runner_idle_share(self) -> float:
+        """Share of the runner's time spent waiting while a request was unfinished; 0 before any step."""
+        total = self.runner_busy_us + self.runner_idle_us
+        return self.runner_idle_us / total if total else 0.0
+
+    def __sub__(self, earlier: "EngineStats") -> "EngineStats":
+        """What happened since `earlier`; `peak_held_blocks` stays the peak since the start."""
+        names = [name for name in EngineStats.__slots__ if name != "peak_held_blocks"]
+        return EngineStats(
+            peak_held_blocks=self.peak_held_blocks,
+            **{name: getattr(self, name) - getattr(earlier, name) for name in names},
+        )
+
+
+class StatsKeeper:
+    """Adds up step records before the core's ring drops them.
+
+    Args:
+        core: whose records; keeps `num_records` of the last.
+        num_seats: seats there are.
+    """
+
+    # A fold costs a copy of the ring, so it is done once in many steps; the core keeps more than this.
+    _STEPS_A_FOLD = 1024
+
+    def __init__(self, core: Core, num_seats: int) -> None:
+        self._core = core
+        self._num_seats = num_seats
+        self._sums = np.zeros(len(RECORD_FIELDS), dtype=np.int64)
+        self._num_steps = 0
+        self._num_decode_steps = 0
+        self._peak_held_blocks = 0
+        self._last_step = -1
+        self._num_unfolded = 0
+        self.plan_us = 0
+        self.commit_us = 0
+        self.text_us = 0
+        self._expand_us = 0
+        self._forward_us = 0
+        self._sample_us = 0
+        self._idle_us = 0
+
+    def add_result(self, result: StepResult, idle_us: int) -> None:
+        """Takes a step's host times once it was committed or failed.
+
+        Args:
+            result: of the step.
+            idle_us: of the runner's waits, what passed while a request was unfinished.
+        """
+        self._expand_us += result.expand_us
+        self._forward_us += result.forward_us
+        self._sample_us += result.sample_us
+        self._idle_us += idle_us
+        self._num_unfolded += 1
+        if self._num_unfolded >= self._STEPS_A_FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        records = self._core.records()  # [n, len(RECORD_FIELDS)]
+        fresh = records[records[:, _COLUMN["step"]] > self._last_step]
+        self._num_unfolded = 0
+        if not len(fresh):
+            return
+        self._last_step = int(fresh[-1, _COLUMN["step"]])
+        self._sums += fresh.sum(axis=0)
+        self._num_steps += len(fresh)
+        sampled = (_of(fresh, "num_sample_rows") > 0) & (_of(fresh, "has_failed") == 0)
+        self._num_decode_steps += int(np.count_nonzero(sampled))
+        self._peak_held_blocks = max(self._peak_held_blocks, int(_of(fresh, "num_held_blocks").max()))
+
+    def snapshot(self) -> EngineStats:
+        """All of it so far."""
+        self._fold()
+        total = {name: int(value) for name, value in zip(RECORD_FIELDS, self._sums, strict=True)}
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_failed_steps=total["has_failed"],
+            num_decode_steps=self._num_decode_steps,
+            num_rows=total["num_rows"],
+            num_sample_rows=total["num_sample_rows"],
+            num_seat_rows=total["num_seat_rows"],
+            num_ghost_rows=total["num_ghost_rows"],
+            num_tokens=total["num_tokens"],
+            num_prefill_tokens=total["num_prefill_tokens"],
+            num_padding_tokens=total["num_padding_tokens"],
+            num_draft_tokens=total["num_draft_tokens"],
+            num_output_tokens=total["num_output_tokens"],
+            num_wasted_tokens=total["num_wasted_tokens"],
+            num_prefix_hit_tokens=total["num_prefix_hit_tokens"],
+            num_admitted=total["num_admitted"],
+            num_resumed=total["num_resumed"],
+            num_preemptions=total["num_preempted"],
+            num_preempted_tokens=total["num_preempted_tokens"],
+            num_finished=total["num_finished"],
+            seat_steps=total["num_running"],
+            available_seat_steps=self._num_steps * self._num_seats,
+            peak_held_blocks=self._peak_held_blocks,
+            device_us=total["device_us"],
+            plan_us=self.plan_us,
+            commit_us=self.commit_us,
+            text_us=self.text_us,
+            expand_us=self._expand_us,
+            forward_us=self._forward_us,
+            sample_us=self._sample_us,
+            runner_idle_us=self._idle_us,
+        )
+
+
+def _of(records: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+    """`[n]`: one field of all records."""
+    return records[:, _COLUMN[name]]
