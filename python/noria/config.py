@@ -1,10 +1,14 @@
 """What an engine is built from: given once, checked once, resolved once against the model."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from noria._core import Core
-from noria.errors import ConfigError
+from noria.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -256,6 +260,56 @@ class ResolvedConfig:
             hash_seed=engine.seed,
             record=record,
         )
+
+
+def model_path(model: str) -> Path:
+    """The folder or file of a model.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"model {model!r} is a file that does not end in .gguf; give that, or a model's folder"
+        )
+    if (
+        path.suffix == ".gguf"
+        or path.is_absolute()
+        or model.count("/") != 1
+        or model.startswith(("./", "../", "~"))
+    ):
+        raise ModelError(f"model {model!r} does not exist; give a model's folder or a .gguf file")
+    raise ModelError(
+        f"model {model!r} is neither a folder nor a .gguf file, and this release fetches nothing from a hub: "
+        f"run `hf download {model} --local-dir {path.name}`, then give {path.name!r}"
+    )
+
+
+def torch_device(name: str) -> "torch.device":
+    """The device of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (kind == "cpu" and number):
+        raise ConfigError(
+            f"device is {name!r}; it must be auto, cpu, cuda or cuda:<n>", name="device", value=name
+        )
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {name!r}; torch finds {torch.cuda.device_count()} GPUs here",
+            name="device",
+            value=name,
+        )
+    return torch.device(name)
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:

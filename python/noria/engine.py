@@ -123,6 +123,11 @@ class Engine:
         return bool(self._in_flight) or len(self._requests) > self._core.num_parked
 
     @property
+    def is_usable(self) -> bool:
+        """Whether it takes work: not closed, its device not lost, no turn cut short."""
+        return self._dead is None
+
+    @property
     def num_requests(self) -> int:
         """Requests that have not finished."""
         return len(self._requests)

@@ -31,7 +31,7 @@ class SeatInit:
 
     Attributes:
         sampling_params: how its tokens are chosen.
-        seed: 0 to 2**63 − 1; the noise of a token is a function of it and of the output position.
+        seed: signed 64-bit; the noise of a token is a function of it and of the output position.
         num_prompt_tokens: tokens of its prompt; positions from there on are output.
     """
 

@@ -1,0 +1,91 @@
+"""The shapes in which prompts may be given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from noria.errors import RejectedError
+
+PromptInput = str | Sequence[int] | npt.NDArray[np.integer] | Mapping[str, object]
+"""A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+_KEYS = ("prompt", "prompt_token_ids")
+_SHAPES = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt; at least one of its fields is given, and token ids win.
+
+    Attributes:
+        text: as given.
+        token_ids: as given.
+    """
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[object]:
+    """What was given, as a list of prompts that `read_prompt` takes; one prompt alone is a list of one.
+
+    Raises:
+        RejectedError: it is nothing of the kind.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RejectedError(
+            f"prompts is of type {type(prompts).__name__}; it must be {_SHAPES}, or a list of them"
+        )
+    if len(prompts) and _is_int(prompts[0]):
+        return [prompts]
+    return list(prompts)
+
+
+def read_prompt(prompt: object) -> Prompt:
+    """One prompt, in one of its shapes.
+
+    Raises:
+        RejectedError: it has none of them.
+    """
+    if isinstance(prompt, str):
+        return Prompt(text=prompt, token_ids=None)
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt)
+    return Prompt(text=None, token_ids=_read_ids(prompt))
+
+
+def _read_mapping(prompt: Mapping[object, object]) -> Prompt:
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown:
+        raise RejectedError(
+            f"a prompt has the key {unknown[0]!r}; it may have {' and '.join(_KEYS)}", value=unknown[0]
+        )
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise RejectedError(f"a prompt has none of the keys {' and '.join(_KEYS)}", value=dict(prompt))
+    if text is not None and not isinstance(text, str):
+        raise RejectedError(f"prompt is of type {type(text).__name__}; it must be a text", value=text)
+    return Prompt(text=text, token_ids=None if ids is None else _read_ids(ids))
+
+
+def _read_ids(ids: object) -> list[int]:
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise RejectedError(f"a prompt is of type {type(ids).__name__}; it must be {_SHAPES}", value=ids)
+    for place, token_id in enumerate(ids):
+        if not _is_int(token_id):
+            raise RejectedError(
+                f"token id {place} of a prompt is {token_id!r}; it must be an integer", value=token_id
+            )
+    return [int(token_id) for token_id in ids]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,0 +1,226 @@
+"""The executor that runs a model with torch, on any of its devices."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from noria import _core
+from noria._core import Expander, StepLayout
+from noria.backends.ops import StepInputs
+from noria.errors import ConfigError
+from noria.kv_cache import KvCache
+from noria.models import Model
+from noria.runner.base import DeviceLostError, HostMasks, PendingIds, SampledIds, SeatInit
+from noria.runner.step import StepView
+from noria.sampling.sampler import Sampler
+
+_log = logging.getLogger(__name__)
+
+_NONE = -1  # in place of the token of a row that could not be sampled
+
+
+class TorchExecutor:
+    """An `Executor` over a model, its KV cache and a sampler.
+
+    Args:
+        model: on the device where steps are to run.
+        kv: on the same device, of the core's number and size of blocks.
+        layout: of the buffers.
+
+    Raises:
+        ConfigError: the core would plan drafts, which this executor does not verify.
+    """
+
+    def __init__(self, model: Model, kv: KvCache, layout: StepLayout) -> None:
+        if layout.max_drafts:
+            raise ConfigError(
+                f"max_drafts is {layout.max_drafts}; the torch runner verifies no drafts, so it must be 0",
+                name="max_drafts",
+                value=layout.max_drafts,
+            )
+        self.expander = Expander(layout)
+        self._model = model
+        self._kv = kv
+        self._device = model.device
+        self._on_host = model.device.type == "cpu"
+        self._block_size = layout.block_size
+        self._sampler = Sampler(layout.max_num_seqs, model.config.vocab_size, model.device)
+        self._logits = torch.empty(0)
+        self._started = _mark(self._device)
+
+        # Each shares its memory with the expander's array.
+        self._input_ids = torch.from_numpy(self.expander.input_ids)
+        self._positions = torch.from_numpy(self.expander.positions)
+        self._slot_mapping = torch.from_numpy(self.expander.slot_mapping)
+        self._cu_seqlens_q = torch.from_numpy(self.expander.cu_seqlens_q)
+        self._context_lens = torch.from_numpy(self.expander.context_lens)
+        self._row_seats = torch.from_numpy(self.expander.row_seats)
+        self._block_tables = torch.from_numpy(self.expander.block_tables)
+        self._logits_indices = torch.from_numpy(self.expander.logits_indices)
+        # By seat. On the host it is the expander's own. Elsewhere the sampled ids stay on the device, so that
+        # the next step need not wait until the host has seen them; `forward` puts them in their places.
+        self._last_token = torch.from_numpy(self.expander.last_token)
+        if not self._on_host:
+            self._last_token = torch.zeros_like(self._last_token, device=self._device)
+
+    def expand(self, view: StepView, inits: Sequence[SeatInit]) -> None:
+        with torch.inference_mode(), _device_errors():
+            self.expander.expand(view.buffer)
+            if inits:
+                self._sampler.set_seats(
+                    view.gained_seats.tolist(),
+                    [init.sampling_params for init in inits],
+                    [init.seed for init in inits],
+                )
+            moves = view.moves
+            if len(moves):
+                src, dst = torch.from_numpy(moves.T.astype(np.int64))
+                self._kv.move(src.to(self._device), dst.to(self._device))
+
+    def forward(self, view: StepView) -> None:
+        with torch.inference_mode(), _device_errors():
+            self._started = _mark(self._device)
+            self._logits = self._model.forward(self._inputs(view), self._kv)
+
+    def sample(self, view: StepView, masks: HostMasks | None) -> PendingIds:
+        with torch.inference_mode(), _device_errors():
+            logits = self._logits  # [num_logits, vocab_size]
+            self._logits = torch.empty(0)
+            expander = self.expander
+            rows = expander.sample_rows[: view.num_sample_rows]
+            seats = expander.row_seats[rows]
+            last_tokens = expander.logits_indices[: len(rows)]  # without drafts, one token's logits a row
+            outputs = expander.positions[last_tokens] + 1 - expander.num_prompt_tokens[seats]
+            if not len(rows):
+                return _Pending(view.num_rows, rows, torch.empty(0, dtype=torch.int64), self._started)
+            is_supplied = _apply_masks(view, rows, logits, masks)
+            # Seats go in on the host: the sampler reads there which operations the step needs.
+            sampled = self._sampler.sample(
+                logits, torch.from_numpy(seats), self._moved(torch.from_numpy(outputs))
+            )
+            self._last_token[self._moved(torch.from_numpy(seats))] = sampled.ids
+            ids = torch.where(sampled.ok & self._moved(torch.from_numpy(is_supplied)), sampled.ids, _NONE)
+            return _Pending(view.num_rows, rows, ids, self._started)
+
+    def _inputs(self, view: StepView) -> StepInputs:
+        num_tokens, num_rows, num_seat_rows = view.num_tokens, view.num_rows, view.num_seat_rows
+        input_ids = self._moved(self._input_ids[:num_tokens])
+        row_seats = self._moved(self._row_seats[:num_rows])
+        if not self._on_host and num_seat_rows:
+            input_ids[:num_seat_rows] = self._last_token[row_seats[:num_seat_rows]]  # one token each
+        is_padding = (view.row_flags & _core.PADDING) != 0
+        return StepInputs(
+            input_ids=input_ids,
+            positions=self._moved(self._positions[:num_tokens]),
+            slot_mapping=self._moved(self._slot_mapping[:num_tokens]),
+            cu_seqlens_q=self._moved(self._cu_seqlens_q[: num_rows + 1]),
+            context_lens=self._moved(self._context_lens[:num_rows]),
+            row_seats=row_seats,
+            block_tables=self._moved(self._block_tables),
+            logits_indices=self._moved(self._logits_indices[: view.num_logits]),
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_decode_rows=num_seat_rows,
+            max_context=view.max_context,
+            block_size=self._block_size,
+            num_padding_tokens=int(view.row_count[is_padding].sum()),
+        )
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device; pageable memory is read by the call, so it may be overwritten at once."""
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """A mark in the device's stream of work; None on the host, where nothing lags behind."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _Pending:
+    """Sampled ids on their way to the host.
+
+    Args:
+        num_rows: of the step.
+        rows: `[n]` int64: the rows that sample; copied.
+        ids: `[n]` int64 on the device; −1 where there is none.
+        started: when the step's forward began.
+    """
+
+    __slots__ = ("_copied", "_ids", "_num_rows", "_rows", "_started")
+
+    def __init__(
+        self, num_rows: int, rows: npt.NDArray[np.int64], ids: torch.Tensor, started: torch.cuda.Event | None
+    ) -> None:
+        self._num_rows = num_rows
+        self._rows = rows.copy()
+        self._ids = ids
+        if ids.device.type != "cpu":
+            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self._ids.copy_(ids, non_blocking=True)
+        self._started = started
+        self._copied = _mark(ids.device)
+
+    def wait(self) -> SampledIds:
+        device_us: int | None = None  # on the host, the runner's own clock says it
+        if self._copied is not None and self._started is not None:
+            with _device_errors():
+                self._copied.synchronize()
+                device_us = round(self._started.elapsed_time(self._copied) * 1000)
+        ids = self._ids.numpy()
+        is_sampled = ids >= 0
+        num_ids = np.zeros(self._num_rows, dtype=np.int32)
+        num_ids[self._rows] = is_sampled
+        return SampledIds(num_ids, ids[is_sampled].astype(np.int32), device_us)
+
+
+def _apply_masks(
+    view: StepView, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: HostMasks | None
+) -> npt.NDArray[np.bool_]:
+    """Edits the logits of masked rows in place.
+
+    Args:
+        view: of the step.
+        rows: `[num_sample_rows]`: its rows that sample, ascending.
+        logits: `[num_sample_rows, vocab_size]`.
+        masks: what the host supplied.
+
+    Returns:
+        `[num_sample_rows]`: false for a masked row without a mask: it samples nothing.
+    """
+    if not view.num_host_masked:
+        return np.ones(len(rows), dtype=np.bool_)
+    is_supplied: npt.NDArray[np.bool_] = (view.row_flags[rows] & _core.HOST_MASKED) == 0
+    if masks is None:
+        return is_supplied
+    if len(masks.rows):
+        at = np.searchsorted(rows, masks.rows)
+        allowed = torch.from_numpy(masks.allowed).to(logits.device)
+        there = torch.from_numpy(at).to(logits.device)
+        logits[there] = logits[there].masked_fill(~allowed, -torch.inf)
+        is_supplied[at] = True
+    for row, edit in masks.edits.items():  # a user's Python, one request each
+        at_row = int(np.searchsorted(rows, row))
+        try:
+            logits[at_row] = edit(logits[at_row].clone())
+        except Exception:  # noqa: BLE001  it ends its own request, not the step
+            _log.warning("a logits edit failed; its request ends", exc_info=True)
+            continue
+        is_supplied[at_row] = True
+    return is_supplied
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Tells a device that computes no more from a step that failed. Running out of memory is the latter."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(f"the device failed: {error}") from error
