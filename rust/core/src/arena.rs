@@ -1,0 +1,92 @@
+//! Slots for requests. A slot that is emptied gets a new generation, so an old handle finds nothing.
+//!
+//! Every operation is O(1); memory grows to the most requests that lived at once and is then reused.
+
+use alloc::vec::Vec;
+use core::ops::{Index, IndexMut};
+
+use crate::ids::{Handle, Slot};
+
+#[derive(Debug)]
+struct Entry<T> {
+    generation: u32,
+    value: Option<T>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Arena<T> {
+    entries: Vec<Entry<T>>,
+    vacant: Vec<Slot>,
+}
+
+impl<T> Arena<T> {
+    pub(crate) fn new() -> Self {
+        Self {
+            entries: Vec::new(),
+            vacant: Vec::new(),
+        }
+    }
+
+    pub(crate) fn insert(&mut self, value: T) -> Handle {
+        if let Some(slot) = self.vacant.pop() {
+            let entry = &mut self.entries[slot.0 as usize];
+            entry.value = Some(value);
+            return Handle::new(slot, entry.generation);
+        }
+        let slot = Slot(self.entries.len() as u32);
+        self.entries.push(Entry {
+            generation: 1,
+            value: Some(value),
+        });
+        Handle::new(slot, 1)
+    }
+
+    pub(crate) fn remove(&mut self, slot: Slot) -> T {
+        let entry = &mut self.entries[slot.0 as usize];
+        let value = entry.value.take().expect("slot is occupied");
+        entry.generation = if entry.generation == Handle::MAX_GENERATION {
+            1
+        } else {
+            entry.generation + 1
+        };
+        self.vacant.push(slot);
+        value
+    }
+
+    /// The slot of a live handle.
+    pub(crate) fn slot(&self, handle: Handle) -> Option<Slot> {
+        let entry = self.entries.get(handle.slot().0 as usize)?;
+        (entry.generation == handle.generation() && entry.value.is_some()).then(|| handle.slot())
+    }
+
+    pub(crate) fn handle(&self, slot: Slot) -> Handle {
+        Handle::new(slot, self.entries[slot.0 as usize].generation)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Slot, &T)> {
+        self.entries
+            .iter()
+            .enumerate()
+            .filter_map(|(i, entry)| entry.value.as_ref().map(|value| (Slot(i as u32), value)))
+    }
+}
+
+impl<T> Index<Slot> for Arena<T> {
+    type Output = T;
+
+    fn index(&self, slot: Slot) -> &T {
+        self.entries[slot.0 as usize]
+            .value
+            .as_ref()
+            .expect("slot is occupied")
+    }
+}
+
+impl<T> IndexMut<Slot> for Arena<T> {
+    fn index_mut(&mut self, slot: Slot) -> &mut T {
+        self.entries[slot.0 as usize]
+            .value
+            .as_mut()
+            .expect("slot is occupied")
+    }
+}

@@ -1,0 +1,268 @@
+//! An independent recount: every invariant from scratch, trusting no counter that it verifies.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::vec::Vec;
+
+use crate::ids::{BlockId, Slot};
+use crate::kv::Kv;
+use crate::policy::Admission;
+use crate::scheduler::Scheduler;
+use crate::sequence::{PlannedRow, Sequence, State};
+
+impl Scheduler {
+    /// Recounts everything. O(pool + requests).
+    ///
+    /// # Panics
+    /// An invariant is broken; the message names it.
+    pub fn check(&self) {
+        self.check_seats();
+        self.check_queue();
+        self.check_pool();
+        self.check_in_flight();
+        for (slot, sequence) in self.arena.iter() {
+            self.check_sequence(slot, sequence);
+        }
+    }
+
+    fn check_seats(&self) {
+        let mut taken = BTreeSet::new();
+        let mut num_running = 0;
+        for (_, sequence) in self.arena.iter() {
+            num_running += u32::from(sequence.is_running());
+            if let Some(seat) = sequence.seat() {
+                assert!(taken.insert(seat.0), "seat {} has two holders", seat.0);
+            }
+        }
+        assert_eq!(num_running, self.num_running, "running sequences");
+        let current: Vec<_> = self
+            .residents
+            .iter()
+            .filter(|resident| resident.is_current(&self.arena))
+            .collect();
+        let distinct: BTreeSet<u64> = current
+            .iter()
+            .map(|resident| resident.handle.to_bits())
+            .collect();
+        assert_eq!(distinct.len(), current.len(), "a resident is listed twice");
+        assert_eq!(
+            distinct.len(),
+            taken.len(),
+            "residents are those with a seat"
+        );
+        for seat in &self.free_seats {
+            assert!(
+                taken.insert(seat.0),
+                "seat {} is free and held, or free twice",
+                seat.0
+            );
+            assert!(self.kv.is_empty(*seat), "free seat {} holds blocks", seat.0);
+        }
+        assert_eq!(
+            taken.len(),
+            self.config.max_num_seqs as usize,
+            "every seat is free or held"
+        );
+        assert!(
+            self.lost.len() <= self.config.max_num_seqs as usize,
+            "a seat is lost once a step"
+        );
+    }
+
+    fn check_queue(&self) {
+        let queued: BTreeSet<Slot> = self
+            .queue
+            .iter()
+            .map(|(key, slot)| {
+                assert_eq!(
+                    self.arena[slot].key, key,
+                    "the queue's key is the sequence's"
+                );
+                slot
+            })
+            .collect();
+        let waiting: BTreeSet<Slot> = self
+            .arena
+            .iter()
+            .filter(|(_, sequence)| sequence.state == State::Waiting)
+            .map(|(slot, _)| slot)
+            .collect();
+        assert_eq!(queued, waiting, "the queue holds who waits");
+        let num_parked = self
+            .arena
+            .iter()
+            .filter(|(_, sequence)| sequence.state == State::Parked)
+            .count();
+        assert_eq!(num_parked, self.num_parked as usize, "parked sequences");
+    }
+
+    fn check_pool(&self) {
+        let kv = &self.kv;
+        let mut num_holders: BTreeMap<BlockId, u32> = BTreeMap::new();
+        for (_, sequence) in self.arena.iter() {
+            let Some(seat) = sequence.seat() else {
+                continue;
+            };
+            for &block in kv.table(seat) {
+                assert!(
+                    block.0 >= 1 && block.0 <= self.config.num_blocks,
+                    "block {} is in the pool",
+                    block.0
+                );
+                *num_holders.entry(block).or_default() += 1;
+            }
+        }
+        for block in (1..=self.config.num_blocks).map(BlockId) {
+            let held = num_holders.get(&block).copied().unwrap_or(0);
+            assert_eq!(
+                kv.pool.num_holders(block),
+                held,
+                "holders of block {}",
+                block.0
+            );
+        }
+        let free: BTreeSet<BlockId> = kv.pool.free().iter().copied().collect();
+        let cached: Vec<BlockId> = kv.pool.cached().collect();
+        assert_eq!(free.len(), kv.pool.free().len(), "a block is free twice");
+        assert_eq!(cached.len(), kv.pool.num_cached() as usize, "cached blocks");
+        for &block in &free {
+            assert!(
+                !num_holders.contains_key(&block),
+                "block {} is free and held",
+                block.0
+            );
+            assert!(
+                !kv.cache.is_registered(block),
+                "free block {} can be found",
+                block.0
+            );
+        }
+        for &block in &cached {
+            assert!(
+                !num_holders.contains_key(&block),
+                "block {} is cached and held",
+                block.0
+            );
+            assert!(
+                !free.contains(&block),
+                "block {} is cached and free",
+                block.0
+            );
+            assert!(
+                kv.cache.is_registered(block),
+                "cached block {} cannot be found",
+                block.0
+            );
+        }
+        assert_eq!(
+            free.len() + cached.len() + num_holders.len(),
+            self.config.num_blocks as usize,
+            "free + cached + held = total"
+        );
+        check_cache(kv, self.config.num_blocks);
+    }
+
+    fn check_in_flight(&self) {
+        assert!(
+            self.steps.len() <= self.config.depth as usize,
+            "steps in flight are at most depth"
+        );
+        let mut counts: BTreeMap<u64, (u32, u32, u32)> = BTreeMap::new();
+        for row in self.steps.iter().flat_map(|step| &step.rows) {
+            if row.kind != crate::step::RowKind::Padding {
+                let count = counts.entry(row.handle.to_bits()).or_default();
+                count.0 += 1;
+                count.1 += row.max_ids;
+                count.2 += u32::from(row.max_ids > 1);
+            }
+        }
+        for (slot, sequence) in self.arena.iter() {
+            let expected = counts
+                .get(&self.arena.handle(slot).to_bits())
+                .copied()
+                .unwrap_or_default();
+            let actual = (
+                sequence.num_rows_in_flight,
+                sequence.num_pending,
+                sequence.num_draft_rows_in_flight,
+            );
+            assert_eq!(actual, expected, "rows, samples and draft rows in flight");
+        }
+    }
+
+    fn check_sequence(&self, slot: Slot, sequence: &Sequence) {
+        let num_tokens = sequence.num_tokens();
+        assert_eq!(sequence.row, PlannedRow::default(), "no plan is being made");
+        assert!(sequence.num_computed <= num_tokens, "computed ≤ tokens");
+        assert!(
+            sequence.num_computed <= sequence.num_planned,
+            "computed ≤ planned"
+        );
+        assert!(
+            sequence.is_ghost() || sequence.num_output() < sequence.max_output,
+            "a sequence at its limit has ended"
+        );
+        let Some(seat) = sequence.seat() else {
+            assert_eq!(
+                sequence.num_planned, 0,
+                "slot {}: who has no seat has no KV",
+                slot.0
+            );
+            return;
+        };
+        let num_needed = self.config.blocks_for(sequence.num_planned);
+        let num_entries = self.kv.len(seat);
+        let num_reserved = match self.config.admission {
+            // Blocks for drafts that were rejected stay.
+            Admission::Optimistic => {
+                self.config.max_drafts.div_ceil(self.config.block_size) * self.config.depth
+            }
+            Admission::StaticGang | Admission::StaticPadded => self.config.max_blocks_per_seq(),
+        };
+        assert!(
+            num_needed <= num_entries && num_entries <= num_needed + num_reserved,
+            "ceil(planned / block size) ≤ entries ≤ that + reserved: {num_needed}, {num_entries}, {num_reserved}"
+        );
+        assert_eq!(
+            sequence.num_sent, num_entries,
+            "the runner was told the whole table"
+        );
+        if !sequence.is_ghost() && sequence.has_sampled {
+            assert_eq!(
+                sequence.num_planned + 1,
+                num_tokens + sequence.num_pending,
+                "a decode has one token to compute"
+            );
+        }
+        // A block that others can find, and that this sequence claims as its prefix, holds this sequence's tokens.
+        for column in 0..sequence.num_registered {
+            let block = self.kv.table(seat)[column as usize];
+            if self.kv.cache.is_registered(block) {
+                assert_eq!(
+                    self.kv.cache.tokens(block),
+                    sequence.block_tokens(column, self.config.block_size),
+                    "a registered block's tokens are its holder's"
+                );
+            }
+        }
+    }
+}
+
+fn check_cache(kv: &Kv, num_blocks: u32) {
+    let registered: Vec<BlockId> = (1..=num_blocks)
+        .map(BlockId)
+        .filter(|&block| kv.cache.is_registered(block))
+        .collect();
+    assert_eq!(
+        registered.len(),
+        kv.cache.num_registered() as usize,
+        "registered blocks"
+    );
+    for block in registered {
+        let found = kv.cache.find(kv.cache.hash(block), kv.cache.tokens(block));
+        assert_eq!(
+            found,
+            Some(block),
+            "a registered block is found by its hash"
+        );
+    }
+}

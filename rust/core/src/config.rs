@@ -1,0 +1,173 @@
+//! The configuration, checked once.
+
+use crate::policy::{Admission, KeyPolicy};
+
+/// What a [`Scheduler`](crate::Scheduler) is built from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// KV blocks that sequences can use; block 0 (padding) is not one of them.
+    pub num_blocks: u32,
+    /// Tokens a block.
+    pub block_size: u32,
+    /// Seats: sequences that run at once.
+    pub max_num_seqs: u32,
+    /// Tokens a step; at least one a seat.
+    pub max_num_batched_tokens: u32,
+    /// Tokens a sequence, prompt and output together.
+    pub max_model_len: u32,
+    /// Token ids are below this.
+    pub vocab_size: u32,
+    /// Steps in flight, 1 to 3.
+    pub depth: u32,
+    /// Draft tokens a row, at most.
+    pub max_drafts: u32,
+    /// Prefills that may be left unfinished in one step.
+    pub max_partial_prefills: u32,
+    /// Prompt tokens that one request may take of a step; 0 for no such limit.
+    pub long_prefill_token_threshold: u32,
+    /// Whether filled blocks can be found again.
+    pub enable_prefix_caching: bool,
+    /// Blocks that an admission leaves unused while something runs.
+    pub watermark_blocks: u32,
+    /// Who is next.
+    pub key: KeyPolicy,
+    /// Who may enter.
+    pub admission: Admission,
+    /// Requests that may wait.
+    pub max_queued: u32,
+    /// Seeds the prefix cache's hash.
+    pub hash_seed: u64,
+    /// Step records kept.
+    pub num_records: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            num_blocks: 1024,
+            block_size: 16,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 2048,
+            max_model_len: 2048,
+            vocab_size: i32::MAX as u32,
+            depth: 2,
+            max_drafts: 0,
+            max_partial_prefills: 1,
+            long_prefill_token_threshold: 0,
+            enable_prefix_caching: true,
+            watermark_blocks: 0,
+            key: KeyPolicy::Fcfs,
+            admission: Admission::Optimistic,
+            max_queued: 1 << 20,
+            hash_seed: 0,
+            num_records: 4096,
+        }
+    }
+}
+
+/// A configuration value out of its range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    /// The option.
+    pub name: &'static str,
+    /// What was given.
+    pub value: u64,
+    /// What would have been accepted, as a phrase.
+    pub expected: &'static str,
+}
+
+/// Counts stay below this, so that every sum of two fits an `i32`.
+const MAX_COUNT: u32 = 1 << 30;
+
+impl Config {
+    pub(crate) fn validated(self) -> Result<Self, ConfigError> {
+        let ranges = [
+            (
+                "num_blocks",
+                self.num_blocks,
+                1,
+                MAX_COUNT,
+                "from 1 to 2^30",
+            ),
+            ("block_size", self.block_size, 1, 4096, "from 1 to 4096"),
+            (
+                "max_num_seqs",
+                self.max_num_seqs,
+                1,
+                1 << 20,
+                "from 1 to 2^20",
+            ),
+            (
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                self.max_num_seqs,
+                MAX_COUNT,
+                "at least max_num_seqs (each running sequence decodes one token a step)",
+            ),
+            (
+                "max_model_len",
+                self.max_model_len,
+                2,
+                MAX_COUNT,
+                "from 2 to 2^30",
+            ),
+            (
+                "vocab_size",
+                self.vocab_size,
+                1,
+                i32::MAX as u32,
+                "from 1 to 2^31 - 1",
+            ),
+            ("depth", self.depth, 1, 3, "1, 2 or 3"),
+            ("max_drafts", self.max_drafts, 0, 64, "from 0 to 64"),
+            (
+                "max_partial_prefills",
+                self.max_partial_prefills,
+                1,
+                MAX_COUNT,
+                "at least 1",
+            ),
+            (
+                "max_queued",
+                self.max_queued,
+                1,
+                MAX_COUNT,
+                "from 1 to 2^30",
+            ),
+            (
+                "num_records",
+                self.num_records,
+                1,
+                MAX_COUNT,
+                "from 1 to 2^30",
+            ),
+        ];
+        for (name, value, low, high, expected) in ranges {
+            if value < low || value > high {
+                return Err(ConfigError {
+                    name,
+                    value: value.into(),
+                    expected,
+                });
+            }
+        }
+        if self.watermark_blocks >= self.num_blocks {
+            return Err(ConfigError {
+                name: "watermark_blocks",
+                value: self.watermark_blocks.into(),
+                expected: "less than num_blocks",
+            });
+        }
+        Ok(self)
+    }
+
+    /// The blocks that `num_tokens` need.
+    pub(crate) fn blocks_for(&self, num_tokens: u32) -> u32 {
+        num_tokens.div_ceil(self.block_size)
+    }
+
+    /// The longest table a sequence can have.
+    pub(crate) fn max_blocks_per_seq(&self) -> u32 {
+        self.blocks_for(self.max_model_len)
+    }
+}

@@ -1,0 +1,141 @@
+//! Full blocks by the hash of all tokens up to their end. A hit compares the block's own tokens as well, and the chain
+//! is keyed by a secret seed, so an unrelated block is never taken for another. A block filled twice keeps its first entry.
+//!
+//! A chained hash table with its links by block: O(1), nothing is allocated after construction.
+
+use alloc::boxed::Box;
+use alloc::vec;
+
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+use crate::ids::BlockId;
+
+/// The hash of a prefix that ends with a block.
+pub type BlockHash = u128;
+
+/// Tokens hashed at once; xxh3 is slower where it would need a secret made from the seed (above 240 bytes).
+const PIECE: usize = 32;
+
+/// The hash of a prefix that goes on from `parent` (a salt, for the first block) by `tokens`.
+pub fn chain_hash(parent: BlockHash, tokens: &[i32], seed: u64) -> BlockHash {
+    let mut bytes = [0u8; 16 + 4 * PIECE];
+    tokens.chunks(PIECE).fold(parent, |hash, piece| {
+        bytes[..16].copy_from_slice(&hash.to_le_bytes());
+        for (place, token) in bytes[16..].chunks_exact_mut(4).zip(piece) {
+            place.copy_from_slice(&token.to_le_bytes());
+        }
+        xxh3_128_with_seed(&bytes[..16 + 4 * piece.len()], seed)
+    })
+}
+
+/// Which block holds which prefix's end.
+#[derive(Debug)]
+pub struct PrefixCache {
+    block_size: usize,
+    /// The first block of each bucket; 0 for none.
+    buckets: Box<[u32]>,
+    /// The next block of the same bucket, by block.
+    next: Box<[u32]>,
+    hashes: Box<[BlockHash]>,
+    is_registered: Box<[bool]>,
+    /// What each block contains, `[num_blocks + 1, block_size]`.
+    tokens: Box<[i32]>,
+    num_registered: u32,
+}
+
+impl PrefixCache {
+    /// An empty cache over blocks 1 to `num_blocks`.
+    pub fn new(num_blocks: u32, block_size: u32) -> Self {
+        let len = num_blocks as usize + 1;
+        Self {
+            block_size: block_size as usize,
+            buckets: vec![0; (len * 2).next_power_of_two()].into_boxed_slice(),
+            next: vec![0; len].into_boxed_slice(),
+            hashes: vec![0; len].into_boxed_slice(),
+            is_registered: vec![false; len].into_boxed_slice(),
+            tokens: vec![0; len * block_size as usize].into_boxed_slice(),
+            num_registered: 0,
+        }
+    }
+
+    fn bucket(&self, hash: BlockHash) -> usize {
+        hash as usize & (self.buckets.len() - 1)
+    }
+
+    /// What `block` contains, if it is registered.
+    pub fn tokens(&self, block: BlockId) -> &[i32] {
+        &self.tokens[block.index() * self.block_size..][..self.block_size]
+    }
+
+    /// The block that ends the prefix `hash` with `tokens`.
+    pub fn find(&self, hash: BlockHash, tokens: &[i32]) -> Option<BlockId> {
+        self.entry(hash)
+            .filter(|&block| self.tokens(block) == tokens)
+    }
+
+    fn entry(&self, hash: BlockHash) -> Option<BlockId> {
+        let mut block = self.buckets[self.bucket(hash)];
+        while block != 0 {
+            if self.hashes[block as usize] == hash {
+                return Some(BlockId(block));
+            }
+            block = self.next[block as usize];
+        }
+        None
+    }
+
+    /// Whether `block` can be found.
+    pub fn is_registered(&self, block: BlockId) -> bool {
+        self.is_registered[block.index()]
+    }
+
+    /// Blocks that can be found.
+    pub fn num_registered(&self) -> u32 {
+        self.num_registered
+    }
+
+    /// Makes a full block findable; `false` where its prefix has a block already.
+    pub fn register(&mut self, block: BlockId, hash: BlockHash, tokens: &[i32]) -> bool {
+        assert!(
+            !self.is_registered(block),
+            "block {} is registered twice",
+            block.0
+        );
+        if self.entry(hash).is_some() {
+            return false;
+        }
+        let bucket = self.bucket(hash);
+        self.tokens[block.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.hashes[block.index()] = hash;
+        self.next[block.index()] = self.buckets[bucket];
+        self.buckets[bucket] = block.0;
+        self.is_registered[block.index()] = true;
+        self.num_registered += 1;
+        true
+    }
+
+    /// Makes a registered block unfindable; `false` where it was so already.
+    pub fn unregister(&mut self, block: BlockId) -> bool {
+        if !self.is_registered(block) {
+            return false;
+        }
+        let bucket = self.bucket(self.hashes[block.index()]);
+        let after = self.next[block.index()];
+        let mut at = self.buckets[bucket];
+        if at == block.0 {
+            self.buckets[bucket] = after;
+        } else {
+            while self.next[at as usize] != block.0 {
+                at = self.next[at as usize];
+            }
+            self.next[at as usize] = after;
+        }
+        self.is_registered[block.index()] = false;
+        self.num_registered -= 1;
+        true
+    }
+
+    pub(crate) fn hash(&self, block: BlockId) -> BlockHash {
+        self.hashes[block.index()]
+    }
+}

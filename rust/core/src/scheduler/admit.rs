@@ -1,0 +1,393 @@
+//! The walk over prefills: residents go on, and newcomers enter, in the order of (band, resident first, key).
+
+use super::Scheduler;
+use super::residents::Resident;
+use super::victim::Need;
+use crate::event::EventKind;
+use crate::ids::{Seat, Slot};
+use crate::policy::{Admission, Key, share};
+use crate::sequence::State;
+
+impl Scheduler {
+    pub(super) fn walk_prefills(&mut self) {
+        let mut next_resident = 0;
+        let mut cursor = None;
+        let mut is_open = !self.config.admission.is_static();
+        while self.pass.num_left > 0 {
+            let resident = self.pass.prefills.get(next_resident).copied();
+            let newcomer = if is_open {
+                self.next_candidate(cursor)
+            } else {
+                None
+            };
+            let is_resident_first = |slot: Slot| {
+                newcomer.is_none_or(|(key, _): (Key, _)| self.arena[slot].key.band <= key.band)
+            };
+            match (resident, newcomer) {
+                (Some(slot), _) if is_resident_first(slot) => {
+                    next_resident += 1;
+                    // It may have made room for a better one, or ended its prompt and owe padding alone.
+                    if self.arena[slot].seat().is_some() {
+                        self.continue_prefill(slot, self.pass.prefills.len() - next_resident);
+                    }
+                }
+                (_, Some(at)) => {
+                    cursor = Some(at);
+                    is_open = self.try_admit(at.1, self.pass.prefills.len() - next_resident);
+                }
+                (_, None) => break,
+            }
+        }
+        self.top_up();
+    }
+
+    /// The next in line behind `after`: of the queue, or of the group in quarantine.
+    fn next_candidate(&self, after: Option<(Key, Slot)>) -> Option<(Key, Slot)> {
+        if self.quarantine.active().is_none() {
+            return self.queue.next_after(after);
+        }
+        self.quarantine
+            .active_members()
+            .iter()
+            .map(|handle| (self.arena[handle.slot()].key, handle.slot()))
+            .find(|&at| {
+                self.arena[at.1].state == State::Waiting && after.is_none_or(|after| at > after)
+            })
+    }
+
+    /// Moves resident prefill `slot` forward, if there is a share for it; `num_behind` residents are behind it.
+    fn continue_prefill(&mut self, slot: Slot, num_behind: usize) {
+        let max_tokens = self.share_of(num_behind + self.num_open_newcomers());
+        if self.arena[slot].num_unplanned() > 0 {
+            loop {
+                self.find_hits(slot);
+                let num_tokens = self.chunk(slot, max_tokens);
+                if num_tokens == 0 || self.try_advance(slot, num_tokens) {
+                    break;
+                }
+                if !self.make_room(slot) {
+                    return;
+                }
+            }
+        }
+        self.pad(slot);
+    }
+
+    fn num_open_newcomers(&self) -> usize {
+        if self.config.admission.is_static() {
+            0
+        } else {
+            self.queue.len().min(self.free_seats.len())
+        }
+    }
+
+    /// What one prefill may take of the budget while `num_behind` others may want some.
+    fn share_of(&self, num_behind: usize) -> u32 {
+        let open = self
+            .config
+            .max_partial_prefills
+            .saturating_sub(self.pass.num_partial);
+        let num_contenders = open.min(num_behind as u32 + 1).max(1);
+        share(self.pass.num_left, num_contenders, self.config.block_size)
+    }
+
+    /// How many tokens `slot` computes next, behind `pass.hits`: all it has, or whole blocks of its share, or none.
+    fn chunk(&self, slot: Slot, max_tokens: u32) -> u32 {
+        let sequence = &self.arena[slot];
+        let start = sequence.num_planned + self.pass.hits.len() as u32 * self.config.block_size;
+        let num_tokens = sequence.num_tokens();
+        let remaining = num_tokens - start;
+        let most = match self.config.long_prefill_token_threshold {
+            0 => self.pass.num_left,
+            threshold => self
+                .pass
+                .num_left
+                .min(threshold.saturating_sub(sequence.row.count)),
+        };
+        if remaining <= most.min(max_tokens) {
+            return remaining;
+        }
+        if self.pass.num_partial >= self.config.max_partial_prefills && sequence.row.count == 0 {
+            return if remaining <= most { remaining } else { 0 };
+        }
+        let most = most.min(max_tokens);
+        let aligned = (start + most) / self.config.block_size * self.config.block_size;
+        if aligned > start {
+            aligned - start
+        } else {
+            most
+        }
+    }
+
+    /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
+    fn find_hits(&mut self, slot: Slot) {
+        self.pass.hits.clear();
+        let block_size = self.config.block_size;
+        let sequence = &mut self.arena[slot];
+        let held = sequence.seat().map_or(0, |seat| self.kv.len(seat));
+        let is_at_block_edge = sequence.num_planned == held * block_size;
+        if !self.config.enable_prefix_caching
+            || self.config.admission.is_static()
+            || !sequence.reads_prefix_cache
+            || !is_at_block_edge
+            || sequence.row.count > 0
+        {
+            return;
+        }
+        // The last token is always computed: its logits are wanted.
+        let mut last = (sequence.num_tokens() - 1) / block_size;
+        if sequence.seat().is_some() {
+            last = last
+                .min(held + (self.layout.max_blocks_per_seq - self.pass.num_hit_changes) as u32);
+        }
+        for column in held..last {
+            let hash = sequence.block_hash(column, block_size, self.config.hash_seed);
+            let Some(block) = self
+                .kv
+                .cache
+                .find(hash, sequence.block_tokens(column, block_size))
+            else {
+                break;
+            };
+            self.pass.hits.push(block);
+        }
+    }
+
+    /// Blocks that a reservation could take beside `pass.hits`.
+    fn num_available_beside_hits(&self) -> u32 {
+        let is_cached = |block| self.kv.pool.num_holders(block) == 0;
+        let num_cached_hits = self
+            .pass
+            .hits
+            .iter()
+            .filter(|&&block| is_cached(block))
+            .count();
+        self.kv.num_available() - num_cached_hits as u32
+    }
+
+    /// Takes `pass.hits`, and computes up to `num_tokens` behind them, as far as blocks are available; `false`, and no
+    /// change, where there are none at all.
+    fn try_advance(&mut self, slot: Slot, num_tokens: u32) -> bool {
+        let block_size = self.config.block_size;
+        let sequence = &self.arena[slot];
+        let seat = sequence.seat().expect("a resident has a seat");
+        let num_hits = self.pass.hits.len() as u32;
+        let start = sequence.num_planned + num_hits * block_size;
+        let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
+        if reach <= start {
+            return false;
+        }
+        let end = (start + num_tokens).min(reach);
+        let held_before = self.kv.len(seat);
+        for i in 0..self.pass.hits.len() {
+            self.kv.push_hit(seat, self.pass.hits[i]);
+        }
+        self.kv
+            .try_reserve(seat, self.config.blocks_for(end))
+            .expect("what is available was counted");
+        let num_settled = self.kv.len(seat) - held_before;
+        self.tally.num_prefix_hit_tokens += i64::from(num_hits * block_size);
+
+        let sequence = &mut self.arena[slot];
+        let num_settled = num_settled.min(sequence.row.debt);
+        sequence.row.debt -= num_settled;
+        self.pass.debt -= num_settled;
+        let is_new_row = sequence.row.count == 0;
+        if num_hits > 0 {
+            sequence.num_registered = start / block_size;
+            sequence.num_computed += num_hits * block_size;
+            if sequence.num_sent > 0 {
+                self.pass.num_hit_changes += num_hits as usize;
+            }
+        }
+        if is_new_row {
+            sequence.row.start = start;
+            self.pass.prefill_rows.push(slot);
+        }
+        sequence.row.is_reached = true;
+        sequence.row.count += end - start;
+        sequence.num_planned = end;
+        if sequence.num_unplanned() == 0 {
+            sequence.has_sampled = true;
+        } else if is_new_row {
+            self.pass.num_partial += 1;
+        }
+        self.pass.num_left -= end - start;
+        self.register_planned(slot, seat);
+        true
+    }
+
+    /// Makes the full blocks that this plan fills with known tokens findable at once.
+    fn register_planned(&mut self, slot: Slot, seat: Seat) {
+        if !self.config.enable_prefix_caching {
+            return;
+        }
+        let block_size = self.config.block_size;
+        let sequence = &mut self.arena[slot];
+        while (sequence.num_registered + 1) * block_size <= sequence.num_planned {
+            let column = sequence.num_registered;
+            let hash = sequence.block_hash(column, block_size, self.config.hash_seed);
+            let tokens = sequence.block_tokens(column, block_size);
+            if let Some(block) = self.kv.register(seat, column, hash, tokens) {
+                self.pass.filled.push(block);
+            }
+            sequence.num_registered += 1;
+        }
+    }
+
+    /// The padded baseline: a prompt that is through is followed by padding up to the gang's longest.
+    fn pad(&mut self, slot: Slot) {
+        let sequence = &mut self.arena[slot];
+        if sequence.num_padding_owed == 0 || sequence.num_unplanned() > 0 {
+            return;
+        }
+        let num_padding = sequence.num_padding_owed.min(self.pass.num_left);
+        if num_padding == 0 {
+            return;
+        }
+        sequence.num_padding_owed -= num_padding;
+        sequence.row.num_padding = num_padding;
+        self.pass.num_left -= num_padding;
+        if sequence.row.count == 0 {
+            self.pass.prefill_rows.push(slot);
+        }
+    }
+
+    /// Gives what is left of the budget to prefills that shared it.
+    fn top_up(&mut self) {
+        self.pass.hits.clear();
+        for i in 0..self.pass.prefill_rows.len() {
+            let slot = self.pass.prefill_rows[i];
+            if self.pass.num_left == 0 {
+                return;
+            }
+            if self.arena[slot].num_unplanned() > 0 {
+                let num_tokens = self.chunk(slot, self.pass.num_left);
+                if num_tokens > 0 {
+                    self.try_advance(slot, num_tokens);
+                }
+            }
+        }
+    }
+
+    /// Admits or resumes `slot`, all or nothing; `false` if it cannot enter now, and so nobody behind it may.
+    fn try_admit(&mut self, slot: Slot, num_residents_behind: usize) -> bool {
+        let sequence = &self.arena[slot];
+        // Its tokens still in flight belong to its prompt now.
+        if sequence.num_rows_in_flight > 0 || sequence.preempted_in == self.pass.serial {
+            return false;
+        }
+        self.find_hits(slot);
+        let max_tokens =
+            self.share_of(num_residents_behind + self.num_open_newcomers().saturating_sub(1));
+        let num_tokens = self.chunk(slot, max_tokens);
+        let num_blocks = self.config.blocks_for(self.arena[slot].num_tokens());
+        let num_table_blocks = self.pass.num_gained_blocks + num_blocks as usize;
+        if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
+            return false;
+        }
+        let is_confined = self.quarantine.active().is_some();
+        let need = Need {
+            num_blocks: num_blocks - self.pass.hits.len() as u32,
+            debt: if is_confined { 0 } else { self.pass.debt },
+            watermark: if is_confined {
+                0
+            } else {
+                self.config.watermark_blocks
+            },
+            num_available: self.num_available_beside_hits(),
+            has_seat: !self.free_seats.is_empty(),
+        };
+        if !need.is_met(self.num_running) && !self.displace_for(slot, need) {
+            return false;
+        }
+        let num_hit_tokens = self.pass.hits.len() as u32 * self.config.block_size;
+        self.seat_newcomer(slot, num_hit_tokens);
+        self.arena[slot].row.debt = num_blocks;
+        self.pass.debt += num_blocks;
+        self.pass.num_gained_blocks += num_blocks as usize;
+        let has_advanced = self.try_advance(slot, num_tokens);
+        assert!(has_advanced, "an admission was counted to fit");
+        true
+    }
+
+    /// Gives a waiting sequence a seat.
+    fn seat_newcomer(&mut self, slot: Slot, num_hit_tokens: u32) {
+        let seat = self.free_seats.pop().expect("a seat was found free");
+        let handle = self.arena.handle(slot);
+        let sequence = &mut self.arena[slot];
+        self.queue.remove(sequence.key, slot);
+        sequence.state = State::Running(seat);
+        sequence.allocate_output(self.config.block_size);
+        let kind = if sequence.was_admitted {
+            self.tally.num_resumed += 1;
+            EventKind::Resumed
+        } else {
+            self.tally.num_admitted += 1;
+            sequence.was_admitted = true;
+            EventKind::Admitted
+        };
+        self.events
+            .push(handle, kind, num_hit_tokens.into(), self.next_step as i64);
+        self.residents.add(Resident {
+            key: sequence.key,
+            handle,
+            residency: sequence.residency,
+        });
+        self.num_running += 1;
+        self.pass.gained.push(slot);
+    }
+
+    /// The static baselines: a gang enters an empty batch, each with the most blocks that any of it can need.
+    pub(super) fn admit_gang(&mut self) {
+        if self.residents.len() > 0 {
+            return;
+        }
+        let (mut longest_prompt, mut longest_output, mut num_rows) = (0, 0, 0);
+        let mut cursor = None;
+        while num_rows < self.config.max_num_seqs {
+            let Some(at) = self.next_candidate(cursor) else {
+                break;
+            };
+            let sequence = &self.arena[at.1];
+            if sequence.num_rows_in_flight > 0 {
+                break;
+            }
+            let prompt = longest_prompt.max(sequence.num_tokens());
+            let output = longest_output.max(sequence.max_output - sequence.num_output());
+            let num_blocks = self.gang_blocks(prompt, output);
+            if u64::from(num_rows + 1) * u64::from(num_blocks) > u64::from(self.kv.num_available())
+            {
+                break;
+            }
+            (longest_prompt, longest_output) = (prompt, output);
+            num_rows += 1;
+            cursor = Some(at);
+        }
+        let is_padded = self.config.admission == Admission::StaticPadded;
+        let num_blocks = self.gang_blocks(longest_prompt, longest_output);
+        let mut cursor = None;
+        for _ in 0..num_rows {
+            let at = self.next_candidate(cursor).expect("the gang was counted");
+            cursor = Some(at);
+            self.seat_newcomer(at.1, 0);
+            let sequence = &mut self.arena[at.1];
+            if is_padded {
+                sequence.num_padding_owed = longest_prompt - sequence.num_tokens();
+            }
+            let seat = sequence.seat().expect("it was seated");
+            self.kv
+                .try_reserve(seat, num_blocks)
+                .expect("the gang was counted to fit");
+        }
+        self.residents.settle(&self.arena);
+    }
+
+    /// Blocks that each of a gang reserves; the last output token is never computed.
+    fn gang_blocks(&self, longest_prompt: u32, longest_output: u32) -> u32 {
+        let num_tokens = longest_prompt + longest_output.saturating_sub(1);
+        self.config
+            .blocks_for(num_tokens)
+            .min(self.config.max_blocks_per_seq())
+    }
+}

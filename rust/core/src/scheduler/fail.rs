@@ -1,0 +1,90 @@
+//! `fail`: the runner raised. The step and all behind it never were, but for what left meanwhile.
+
+use alloc::vec::Vec;
+
+use super::Scheduler;
+use crate::ids::{Handle, StepId};
+use crate::request::FinishReason;
+use crate::step::{RowInFlight, RowKind};
+
+impl Scheduler {
+    /// Discards `step` and every later one in flight; see DESIGN.md 2.4. One that is not in flight is ignored.
+    /// O(rows and blocks of the discarded steps).
+    pub fn fail(&mut self, step: StepId, now_us: u64) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.fail(step, now_us);
+        }
+        self.events.begin_silent();
+        if !self.steps.contains(step) {
+            return;
+        }
+        let mut suspects = Vec::new();
+        let mut group = None;
+        while let Some(mut discarded) = self.steps.pop_first_from(step) {
+            for &block in &discarded.filled {
+                self.kv.unregister(block);
+            }
+            for row in &discarded.rows {
+                self.discard_row(row);
+                if discarded.id == step
+                    && row.kind == RowKind::Live
+                    && self.live(row.handle).is_some()
+                {
+                    suspects.push((row.handle, row.end));
+                }
+            }
+            if discarded.id == step {
+                group = discarded.group;
+            }
+            discarded.record.has_failed = 1;
+            discarded.record.committed_us = now_us as i64;
+            self.records.push(discarded.record);
+            self.steps.recycle(discarded);
+        }
+        if self.config.admission.is_static() {
+            self.disband_gang();
+        }
+        self.confine(group, &suspects);
+    }
+
+    fn discard_row(&mut self, row: &RowInFlight) {
+        if row.kind == RowKind::Padding {
+            return;
+        }
+        let Some(slot) = self.arena.slot(row.handle) else {
+            return;
+        };
+        let sequence = &mut self.arena[slot];
+        sequence.num_pending -= row.max_ids;
+        sequence.num_rows_in_flight -= 1;
+        sequence.num_draft_rows_in_flight -= u32::from(row.max_ids > 1);
+        if sequence.is_running() && sequence.residency == row.residency {
+            self.preempt(slot);
+        }
+    }
+
+    /// The rows of a failed step run again by themselves; one that failed alone ends.
+    fn confine(&mut self, group: Option<u64>, suspects: &[(Handle, u32)]) {
+        match (group, suspects) {
+            (Some(_), &[(handle, _)]) => {
+                let slot = handle.slot();
+                let num_output = self.arena[slot].num_output();
+                self.end(slot, FinishReason::Error, num_output);
+            }
+            (Some(_), _) => self.quarantine.split(&mut self.arena, suspects),
+            (None, _) => self.quarantine.confine(&mut self.arena, suspects),
+        }
+    }
+
+    /// A gang that lost a step starts over as a new one, so that the batch is empty for it.
+    fn disband_gang(&mut self) {
+        self.residents.settle(&self.arena);
+        for i in 0..self.residents.len() {
+            let slot = self.residents.get(i).handle.slot();
+            if self.arena[slot].is_running() {
+                self.preempt(slot);
+            }
+        }
+        self.release_ghosts();
+    }
+}

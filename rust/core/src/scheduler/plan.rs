@@ -1,0 +1,181 @@
+//! `plan`: decodes first, then one walk over prefills, then the rows are written.
+
+use super::{Drafts, Planned, Scheduler};
+use crate::ids::Slot;
+use crate::policy::Admission;
+
+impl Scheduler {
+    /// Decides the next step, reserves its blocks and writes it to `buffer`.
+    ///
+    /// # Panics
+    /// `buffer` is not [`StepLayout::size`](crate::StepLayout) long.
+    pub fn plan(&mut self, now_us: u64, drafts: &Drafts<'_>, buffer: &mut [i32]) -> Planned {
+        assert_eq!(
+            buffer.len(),
+            self.layout.size,
+            "the buffer's length is the layout's"
+        );
+        if let Some(recorder) = &mut self.recorder {
+            recorder.plan(now_us, drafts);
+        }
+        self.events.begin();
+        if self.steps.is_full() {
+            return self.nothing();
+        }
+        self.residents.settle(&self.arena);
+        let is_confined = self.quarantine.settle(&self.arena).is_some();
+        if is_confined && self.steps.len() > 0 {
+            // One step at a time, so that a failure names its rows and no others.
+            return self.nothing();
+        }
+        self.pass.begin(self.config.max_num_batched_tokens);
+        if self.config.admission.is_static() {
+            self.admit_gang();
+        }
+        self.plan_decodes();
+        self.extend_by_drafts(drafts);
+        self.walk_prefills();
+        if self.has_rows() {
+            Planned::Step(self.write_step(now_us, drafts, buffer))
+        } else {
+            self.clear_rows();
+            self.nothing()
+        }
+    }
+
+    fn nothing(&self) -> Planned {
+        self.steps.oldest().map_or(Planned::Idle, Planned::Waiting)
+    }
+
+    fn has_rows(&self) -> bool {
+        let has_decode = self
+            .pass
+            .decodes
+            .iter()
+            .any(|&slot| self.arena[slot].row.count > 0);
+        has_decode || !self.pass.prefill_rows.is_empty()
+    }
+
+    /// Every resident that decodes gets a row of one token, best key first; prefills are listed for the walk.
+    fn plan_decodes(&mut self) {
+        let is_padded = self.config.admission == Admission::StaticPadded;
+        let holds_decodes = is_padded && self.has_unfinished_prefill();
+        let is_confined = self.quarantine.active().is_some();
+        let mut num_rows = 0;
+        for i in 0..self.residents.len() {
+            let resident = self.residents.get(i);
+            let slot = resident.handle.slot();
+            let sequence = &self.arena[slot];
+            let Some(seat) = sequence.seat() else {
+                continue; // it made room for a better one
+            };
+            if is_confined && !self.is_free_to_run(slot) {
+                continue;
+            }
+            if !sequence.has_sampled || sequence.num_padding_owed > 0 {
+                let num_blocks = self.config.blocks_for(sequence.num_tokens());
+                let debt = num_blocks.saturating_sub(self.kv.len(seat));
+                self.arena[slot].row.debt = debt;
+                self.pass.debt += debt;
+                self.pass.prefills.push(slot);
+                continue;
+            }
+            let num_wanted = sequence.num_planned + 1;
+            if sequence.is_ghost() {
+                if holds_decodes || self.config.blocks_for(num_wanted) > self.kv.len(seat) {
+                    continue; // its reservation is used up, only while the gang's last token is in flight
+                }
+            } else if holds_decodes
+                || sequence.max_output_in_flight() >= sequence.max_output
+                || !self.try_grow(slot, num_wanted)
+            {
+                continue;
+            }
+            let sequence = &mut self.arena[slot];
+            sequence.row.start = sequence.num_planned;
+            sequence.row.count = 1;
+            self.pass.decodes.push(slot);
+            num_rows += 1;
+        }
+        self.pass.num_left -= num_rows;
+    }
+
+    /// The padded baseline decodes only when its whole gang is through its prompts.
+    fn has_unfinished_prefill(&self) -> bool {
+        self.residents.iter().any(|resident| {
+            let sequence = &self.arena[resident.handle.slot()];
+            sequence.is_running() && (!sequence.has_sampled || sequence.num_padding_owed > 0)
+        })
+    }
+
+    /// Reserves blocks for `num_tokens` tokens of resident `slot`, if need be at the cost of another; `false` if it must
+    /// wait, or had to leave itself.
+    fn try_grow(&mut self, slot: Slot, num_tokens: u32) -> bool {
+        let seat = self.arena[slot].seat().expect("a resident has a seat");
+        if num_tokens <= self.kv.len(seat) * self.config.block_size {
+            return true;
+        }
+        let num_blocks = self.config.blocks_for(num_tokens);
+        while self.kv.try_reserve(seat, num_blocks).is_none() {
+            if !self.make_room(slot) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Lengthens decodes by drafts, as far as budget, limits and blocks that nobody holds allow.
+    fn extend_by_drafts(&mut self, drafts: &Drafts<'_>) {
+        let mut next_id = 0;
+        for (&handle, &count) in drafts.handles.iter().zip(drafts.counts) {
+            let count = count.max(0) as usize;
+            let first_id = next_id;
+            next_id += count;
+            let Some(slot) = self.live(handle) else {
+                continue;
+            };
+            let ids = drafts
+                .ids
+                .map(|ids| ids.get(first_id..next_id).unwrap_or(&[]));
+            let is_valid = ids.is_none_or(|ids| {
+                ids.len() == count && ids.iter().all(|&id| (id as u32) < self.config.vocab_size)
+            });
+            let sequence = &self.arena[slot];
+            // Ids were guessed from tokens that the host knew, so nothing may be in flight behind them.
+            let is_usable = is_valid
+                && sequence.row.count == 1
+                && sequence.has_sampled
+                && !sequence.host_masked
+                && (ids.is_none() || sequence.num_pending == 0);
+            if !is_usable {
+                continue;
+            }
+            let seat = sequence.seat().expect("a row has a seat");
+            let room = sequence.max_output - sequence.max_output_in_flight() - 1;
+            let wanted = (count as u32)
+                .min(self.config.max_drafts)
+                .min(room)
+                .min(self.pass.num_left);
+            let num_drafts = (0..=wanted)
+                .rev()
+                .find(|&num| {
+                    let num_blocks = self.config.blocks_for(sequence.row.start + 1 + num);
+                    self.kv.try_reserve(seat, num_blocks).is_some()
+                })
+                .unwrap_or(0);
+            let row = &mut self.arena[slot].row;
+            row.num_drafts = num_drafts;
+            row.count = 1 + num_drafts;
+            row.draft_ids = (drafts.ids.is_some() && num_drafts > 0).then_some(first_id as u32);
+            self.pass.num_left -= num_drafts;
+        }
+    }
+
+    /// Undoes marks of a pass that ended without a step.
+    fn clear_rows(&mut self) {
+        for i in 0..self.pass.prefills.len() {
+            let slot = self.pass.prefills[i];
+            self.arena[slot].row = crate::sequence::PlannedRow::default();
+        }
+    }
+}

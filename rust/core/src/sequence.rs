@@ -1,0 +1,204 @@
+//! A request's executing state. A step moves `num_planned` toward the tokens there are; a commit moves `num_computed`.
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+
+use crate::ids::Seat;
+use crate::policy::Key;
+use crate::prefix_cache::{BlockHash, chain_hash};
+use crate::request::Request;
+
+/// Where a sequence is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum State {
+    /// Out of line until unparked.
+    Parked,
+    /// In the queue: new, or preempted.
+    Waiting,
+    /// Has a seat.
+    Running(Seat),
+    /// Finished, but the padded baseline still computes its row.
+    Ghost(Seat),
+}
+
+/// A group in quarantine, and the tokens that must be computed again to leave it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Confinement {
+    pub(crate) group: u64,
+    pub(crate) until: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) key: Key,
+    pub(crate) state: State,
+    /// Prompt, then committed output.
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) num_prompt: u32,
+    /// Output tokens, at most.
+    pub(crate) max_output: u32,
+    pub(crate) stop_ids: Box<[i32]>,
+    pub(crate) salt: BlockHash,
+    /// Of full blocks, as far as anyone has asked.
+    hashes: Vec<BlockHash>,
+    pub(crate) host_masked: bool,
+    pub(crate) reads_prefix_cache: bool,
+
+    /// Times that a seat was given up: a row planned before is not of this residency.
+    pub(crate) residency: u32,
+    /// Tokens whose KV is stored by this residency's committed steps and hits.
+    pub(crate) num_computed: u32,
+    /// The same with steps in flight and the one being planned; an upper bound while drafts are in flight.
+    pub(crate) num_planned: u32,
+    /// Samples in flight, of any residency; an upper bound likewise.
+    pub(crate) num_pending: u32,
+    /// Rows in flight, of any residency.
+    pub(crate) num_rows_in_flight: u32,
+    /// Of those, rows with drafts.
+    pub(crate) num_draft_rows_in_flight: u32,
+    /// Leading full blocks of this residency that were offered to the prefix cache.
+    pub(crate) num_registered: u32,
+    /// Leading table entries that the runner was told.
+    pub(crate) num_sent: u32,
+    /// Whether this residency has planned a sample, so that the seat is a row's source.
+    pub(crate) has_sampled: bool,
+    pub(crate) was_admitted: bool,
+    pub(crate) num_preemptions: u32,
+    /// The plan that preempted it last: it is not resumed in that one.
+    pub(crate) preempted_in: u64,
+    pub(crate) confinement: Option<Confinement>,
+    /// Padding that the padded baseline still owes this prompt.
+    pub(crate) num_padding_owed: u32,
+    pub(crate) row: PlannedRow,
+}
+
+/// A row of the plan that is being made; all zero between plans.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) struct PlannedRow {
+    pub(crate) start: u32,
+    pub(crate) count: u32,
+    pub(crate) num_drafts: u32,
+    /// Where the drafts' ids lie in the caller's list.
+    pub(crate) draft_ids: Option<u32>,
+    /// Blocks that its known tokens still need; counted in the pass's debt.
+    pub(crate) debt: u32,
+    /// Padding tokens that follow in a row of their own.
+    pub(crate) num_padding: u32,
+    /// The walk over prefills has been here: not a victim any more.
+    pub(crate) is_reached: bool,
+}
+
+impl Sequence {
+    pub(crate) fn new(request: &Request<'_>, key: Key, max_output: u32) -> Self {
+        Self {
+            key,
+            state: if request.parked {
+                State::Parked
+            } else {
+                State::Waiting
+            },
+            tokens: request.prompt_token_ids.to_vec(),
+            num_prompt: request.prompt_token_ids.len() as u32,
+            max_output,
+            stop_ids: request.stop_token_ids.into(),
+            salt: request.cache_salt,
+            hashes: Vec::new(),
+            host_masked: request.host_masked,
+            reads_prefix_cache: request.reads_prefix_cache,
+            residency: 0,
+            num_computed: 0,
+            num_planned: 0,
+            num_pending: 0,
+            num_rows_in_flight: 0,
+            num_draft_rows_in_flight: 0,
+            num_registered: 0,
+            num_sent: 0,
+            has_sampled: false,
+            was_admitted: false,
+            num_preemptions: 0,
+            preempted_in: 0,
+            confinement: None,
+            num_padding_owed: 0,
+            row: PlannedRow::default(),
+        }
+    }
+
+    /// Room for every token and hash that there can be, so that decoding allocates nothing.
+    pub(crate) fn allocate_output(&mut self, block_size: u32) {
+        let num_tokens = (self.num_prompt + self.max_output) as usize;
+        self.tokens
+            .reserve_exact(num_tokens.saturating_sub(self.tokens.len()));
+        let num_blocks = num_tokens / block_size as usize;
+        self.hashes
+            .reserve_exact(num_blocks.saturating_sub(self.hashes.len()));
+    }
+
+    /// Tokens that the host knows.
+    pub(crate) fn num_tokens(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    pub(crate) fn num_output(&self) -> u32 {
+        self.num_tokens() - self.num_prompt
+    }
+
+    /// Output tokens once all steps in flight are committed, at most.
+    pub(crate) fn max_output_in_flight(&self) -> u32 {
+        self.num_output() + self.num_pending
+    }
+
+    /// Whether steps in flight bring it to its limit, whatever they sample.
+    pub(crate) fn ends_in_flight(&self) -> bool {
+        self.num_pending > 0
+            && self.num_draft_rows_in_flight == 0
+            && self.max_output_in_flight() >= self.max_output
+    }
+
+    /// Known tokens that no step has computed yet.
+    pub(crate) fn num_unplanned(&self) -> u32 {
+        self.num_tokens() - self.num_planned
+    }
+
+    pub(crate) fn seat(&self) -> Option<Seat> {
+        match self.state {
+            State::Running(seat) | State::Ghost(seat) => Some(seat),
+            State::Parked | State::Waiting => None,
+        }
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self.state, State::Running(_))
+    }
+
+    pub(crate) fn is_ghost(&self) -> bool {
+        matches!(self.state, State::Ghost(_))
+    }
+
+    /// The tokens of full block `column`.
+    pub(crate) fn block_tokens(&self, column: u32, block_size: u32) -> &[i32] {
+        &self.tokens[(column * block_size) as usize..][..block_size as usize]
+    }
+
+    /// The hash of the prefix that ends with full block `column`.
+    pub(crate) fn block_hash(&mut self, column: u32, block_size: u32, seed: u64) -> BlockHash {
+        while self.hashes.len() <= column as usize {
+            let parent = self.hashes.last().copied().unwrap_or(self.salt);
+            let next = self.hashes.len() as u32;
+            let hash = chain_hash(parent, self.block_tokens(next, block_size), seed);
+            self.hashes.push(hash);
+        }
+        self.hashes[column as usize]
+    }
+
+    /// Gives up a residency: rows in flight that it planned no longer count for its KV.
+    pub(crate) fn end_residency(&mut self) {
+        self.residency = self.residency.wrapping_add(1);
+        self.num_computed = 0;
+        self.num_planned = 0;
+        self.num_registered = 0;
+        self.num_sent = 0;
+        self.has_sampled = false;
+        self.num_padding_owed = 0;
+        self.row = PlannedRow::default();
+    }
+}

@@ -1,0 +1,118 @@
+//! Steps in flight: a ring of at most `depth`, each with what a commit or a failure needs.
+
+use alloc::collections::VecDeque;
+use alloc::vec::Vec;
+
+use crate::ids::{BlockId, Handle, StepId};
+use crate::record::StepRecord;
+
+/// What a step remembers of a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowInFlight {
+    pub(crate) handle: Handle,
+    pub(crate) residency: u32,
+    pub(crate) count: u32,
+    /// Where the row ends; an upper bound behind drafts.
+    pub(crate) end: u32,
+    /// Ids that it may sample.
+    pub(crate) max_ids: u32,
+    pub(crate) kind: RowKind,
+}
+
+/// What a row is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum RowKind {
+    /// A live sequence's.
+    Live,
+    /// A finished one's, still computed.
+    Ghost,
+    /// No one's.
+    Padding,
+}
+
+#[derive(Debug)]
+pub(crate) struct StepInFlight {
+    pub(crate) id: StepId,
+    pub(crate) rows: Vec<RowInFlight>,
+    /// Blocks that the step fills and that can be found already.
+    pub(crate) filled: Vec<BlockId>,
+    /// The quarantine group that it runs, if it runs one.
+    pub(crate) group: Option<u64>,
+    pub(crate) record: StepRecord,
+}
+
+/// Steps planned and not yet committed, oldest first; their vectors are recycled.
+#[derive(Debug)]
+pub(crate) struct StepRing {
+    in_flight: VecDeque<StepInFlight>,
+    spare: Vec<StepInFlight>,
+    depth: usize,
+}
+
+impl StepRing {
+    pub(crate) fn new(depth: usize, max_rows: usize, max_filled: usize) -> Self {
+        let spare = (0..=depth)
+            .map(|_| StepInFlight {
+                id: StepId(0),
+                rows: Vec::with_capacity(max_rows),
+                filled: Vec::with_capacity(max_filled),
+                group: None,
+                record: StepRecord::default(),
+            })
+            .collect();
+        Self {
+            in_flight: VecDeque::with_capacity(depth + 1),
+            spare,
+            depth,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.len() == self.depth
+    }
+
+    pub(crate) fn oldest(&self) -> Option<StepId> {
+        self.in_flight.front().map(|step| step.id)
+    }
+
+    pub(crate) fn contains(&self, id: StepId) -> bool {
+        self.in_flight.iter().any(|step| step.id == id)
+    }
+
+    /// An empty step to fill and `push`.
+    pub(crate) fn take_spare(&mut self) -> StepInFlight {
+        self.spare.pop().expect("one more than depth are made")
+    }
+
+    pub(crate) fn push(&mut self, step: StepInFlight) {
+        self.in_flight.push_back(step);
+    }
+
+    pub(crate) fn pop_oldest(&mut self) -> Option<StepInFlight> {
+        self.in_flight.pop_front()
+    }
+
+    pub(crate) fn push_front(&mut self, step: StepInFlight) {
+        self.in_flight.push_front(step);
+    }
+
+    /// The first of those from `id` on.
+    pub(crate) fn pop_first_from(&mut self, id: StepId) -> Option<StepInFlight> {
+        let at = self.in_flight.iter().position(|step| step.id >= id)?;
+        self.in_flight.remove(at)
+    }
+
+    pub(crate) fn recycle(&mut self, mut step: StepInFlight) {
+        step.rows.clear();
+        step.filled.clear();
+        self.spare.push(step);
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &StepInFlight> {
+        self.in_flight.iter()
+    }
+}
