@@ -138,7 +138,8 @@ class Core:
     def events(self) -> npt.NDArray[np.int64]:
         """`[max_events, 4]`: handle, kind, and two values; see DESIGN.md chapter 1.
 
-        The same array each time; `plan` and `commit` overwrite its first rows.
+        `plan` and `commit` overwrite its first rows. Read the property after each call: a burst of `finish`
+        and `fail` may have made it a longer array.
         """
     def submit(
         self,
@@ -148,7 +149,7 @@ class Core:
         *,
         priority: int = 0,
         stop_token_ids: npt.NDArray[np.int32] | None = None,
-        cache_salt: bytes = b"",
+        cache_salt: bytes | None = None,
         parked: bool = False,
         host_masked: bool = False,
         reads_prefix_cache: bool = True,

@@ -1,1 +1,83 @@
+//! `noria._core`: conversions and delegates; every decision is noria-core's.
+#![deny(unsafe_code)]
+#![allow(clippy::needless_pass_by_value, reason = "PyO3 hands arguments over by value")]
 
+mod core;
+mod errors;
+mod expander;
+mod layout;
+
+use noria_core::{
+    EventKind, FinishReason, RECORD_FIELDS, flags, header, replay as replay_recording,
+};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+/// Runs a recording in a fresh core.
+#[pyfunction]
+fn replay(py: Python<'_>, recording: &[u8]) -> PyResult<Vec<u64>> {
+    py.detach(|| replay_recording(recording))
+        .map_err(|error| errors::replay(py, error))
+}
+
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<core::Core>()?;
+    module.add_class::<core::Plan>()?;
+    module.add_class::<expander::Expander>()?;
+    module.add_class::<layout::StepLayout>()?;
+    module.add_function(wrap_pyfunction!(replay, module)?)?;
+    module.add("RECORD_FIELDS", PyTuple::new(module.py(), RECORD_FIELDS)?)?;
+    for (name, kind) in [
+        ("ADMITTED", EventKind::Admitted),
+        ("TOKEN", EventKind::Token),
+        ("FINISHED", EventKind::Finished),
+        ("PREEMPTED", EventKind::Preempted),
+        ("RESUMED", EventKind::Resumed),
+    ] {
+        module.add(name, kind as u8)?;
+    }
+    for (name, reason) in [
+        ("STOP", FinishReason::Stop),
+        ("LENGTH", FinishReason::Length),
+        ("ABORT", FinishReason::Abort),
+        ("ERROR", FinishReason::Error),
+        ("EXPIRED", FinishReason::Expired),
+    ] {
+        module.add(name, reason as u8)?;
+    }
+    for (name, flag) in [
+        ("SAMPLES", flags::SAMPLES),
+        ("HOST_MASKED", flags::HOST_MASKED),
+        ("LISTED", flags::LISTED),
+        ("PADDING", flags::PADDING),
+        ("GHOST", flags::GHOST),
+        ("DEVICE_START", flags::DEVICE_START),
+        ("DRAFTS", flags::DRAFTS),
+        ("DRAFT_IDS", flags::DRAFT_IDS),
+    ] {
+        module.add(name, flag)?;
+    }
+    for (name, word) in [
+        ("H_STEP_LOW", header::STEP_LOW),
+        ("H_STEP_HIGH", header::STEP_HIGH),
+        ("H_NUM_LOST", header::NUM_LOST),
+        ("H_NUM_GAINED", header::NUM_GAINED),
+        ("H_NUM_GAINED_BLOCKS", header::NUM_GAINED_BLOCKS),
+        ("H_NUM_TABLE_CHANGES", header::NUM_TABLE_CHANGES),
+        ("H_NUM_MOVES", header::NUM_MOVES),
+        ("H_NUM_ROWS", header::NUM_ROWS),
+        ("H_NUM_TOKENS", header::NUM_TOKENS),
+        ("H_NUM_LISTED_IDS", header::NUM_LISTED_IDS),
+        ("H_NUM_SAMPLE_ROWS", header::NUM_SAMPLE_ROWS),
+        ("H_NUM_LOGITS", header::NUM_LOGITS),
+        ("H_NUM_SEAT_ROWS", header::NUM_SEAT_ROWS),
+        ("H_MAX_CONTEXT", header::MAX_CONTEXT),
+        ("H_NUM_HOST_MASKED", header::NUM_HOST_MASKED),
+        ("H_MAX_COUNT", header::MAX_COUNT),
+    ] {
+        module.add(name, word)?;
+    }
+    Ok(())
+}

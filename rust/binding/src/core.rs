@@ -1,0 +1,412 @@
+//! `Core` and `Plan`.
+
+use noria_core::{
+    Admission, Config, Drafts, Event, FinishReason, Handle, KeyPolicy, Planned, RECORD_FIELDS,
+    Request, Scheduler, StepId,
+};
+use numpy::{
+    PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArrayMethods,
+};
+use pyo3::exceptions::{PyAssertionError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::errors;
+use crate::layout::StepLayout;
+
+/// What `Core.plan` decided.
+#[pyclass(frozen, get_all, module = "noria._core")]
+pub(crate) struct Plan {
+    kind: u8,
+    step: u64,
+    num_events: usize,
+}
+
+#[pymethods]
+impl Plan {
+    #[classattr]
+    const STEP: u8 = 0;
+    #[classattr]
+    const IDLE: u8 = 1;
+    #[classattr]
+    const WAITING: u8 = 2;
+}
+
+/// The six verbs.
+#[pyclass(module = "noria._core")]
+pub(crate) struct Core {
+    scheduler: Scheduler,
+    layout: Py<StepLayout>,
+    events: Py<PyArray2<i64>>,
+}
+
+impl Core {
+    /// Copies what the last verb reported to the array that Python sees.
+    fn report(&mut self, py: Python<'_>) -> PyResult<usize> {
+        let events = self.scheduler.events();
+        let capacity = self.events.bind(py).shape()[0];
+        if events.len() > capacity {
+            // A burst of `finish` and `fail`: rare, and seldom again.
+            let capacity = events.len().next_power_of_two();
+            self.events = PyArray2::zeros(py, [capacity, EVENT_WORDS], false).unbind();
+        }
+        let mut array = self.events.bind(py).try_readwrite()?;
+        for (row, event) in array
+            .as_slice_mut()?
+            .chunks_exact_mut(EVENT_WORDS)
+            .zip(events)
+        {
+            let Event {
+                handle,
+                kind,
+                first,
+                second,
+            } = *event;
+            row.copy_from_slice(&[handle.to_bits() as i64, kind as i64, first, second]);
+        }
+        Ok(events.len())
+    }
+}
+
+const EVENT_WORDS: usize = 4;
+
+#[pymethods]
+impl Core {
+    #[new]
+    #[pyo3(signature = (
+        *,
+        num_blocks,
+        block_size = 16,
+        max_num_seqs = 64,
+        max_num_batched_tokens = 2048,
+        max_model_len = 2048,
+        vocab_size = 2_147_483_647,
+        depth = 2,
+        max_drafts = 0,
+        max_partial_prefills = 1,
+        long_prefill_token_threshold = 0,
+        enable_prefix_caching = true,
+        watermark_blocks = 0,
+        scheduling_policy = "fcfs",
+        admission = "optimistic",
+        max_queued = 1_048_576,
+        hash_seed = 0,
+        num_records = 4096,
+        record = false,
+    ))]
+    #[allow(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "keywords in Python, where each is named"
+    )]
+    fn new(
+        py: Python<'_>,
+        num_blocks: u32,
+        block_size: u32,
+        max_num_seqs: u32,
+        max_num_batched_tokens: u32,
+        max_model_len: u32,
+        vocab_size: u32,
+        depth: u32,
+        max_drafts: u32,
+        max_partial_prefills: u32,
+        long_prefill_token_threshold: u32,
+        enable_prefix_caching: bool,
+        watermark_blocks: u32,
+        scheduling_policy: &str,
+        admission: &str,
+        max_queued: u32,
+        hash_seed: u64,
+        num_records: u32,
+        record: bool,
+    ) -> PyResult<Self> {
+        let key = match scheduling_policy {
+            "fcfs" => KeyPolicy::Fcfs,
+            "priority" => KeyPolicy::Priority,
+            other => {
+                let expected = "\"fcfs\" or \"priority\"";
+                return Err(errors::named(
+                    py,
+                    "scheduling_policy",
+                    format!("{other:?}"),
+                    expected,
+                ));
+            }
+        };
+        let admission = match admission {
+            "optimistic" => Admission::Optimistic,
+            "gang" => Admission::StaticGang,
+            "padded" => Admission::StaticPadded,
+            other => {
+                let expected = "\"optimistic\", \"gang\" or \"padded\"";
+                return Err(errors::named(
+                    py,
+                    "admission",
+                    format!("{other:?}"),
+                    expected,
+                ));
+            }
+        };
+        let config = Config {
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            vocab_size,
+            depth,
+            max_drafts,
+            max_partial_prefills,
+            long_prefill_token_threshold,
+            enable_prefix_caching,
+            watermark_blocks,
+            key,
+            admission,
+            max_queued,
+            hash_seed,
+            num_records,
+        };
+        let scheduler = if record {
+            Scheduler::recorded(config)
+        } else {
+            Scheduler::new(config)
+        };
+        let scheduler = scheduler.map_err(|error| errors::config(py, error))?;
+        let layout = *scheduler.layout();
+        Ok(Self {
+            events: PyArray2::zeros(py, [layout.max_events, EVENT_WORDS], false).unbind(),
+            layout: Py::new(py, StepLayout::from(layout))?,
+            scheduler,
+        })
+    }
+
+    #[getter]
+    fn layout(&self, py: Python<'_>) -> Py<StepLayout> {
+        self.layout.clone_ref(py)
+    }
+
+    #[getter]
+    fn events(&self, py: Python<'_>) -> Py<PyArray2<i64>> {
+        self.events.clone_ref(py)
+    }
+
+    #[pyo3(signature = (
+        now_us,
+        prompt_token_ids,
+        max_tokens,
+        *,
+        priority = 0,
+        stop_token_ids = None,
+        cache_salt = None,
+        parked = false,
+        host_masked = false,
+        reads_prefix_cache = true,
+    ))]
+    #[allow(
+        clippy::too_many_arguments,
+        clippy::fn_params_excessive_bools,
+        reason = "keywords in Python, where each is named"
+    )]
+    fn submit(
+        &mut self,
+        py: Python<'_>,
+        now_us: u64,
+        prompt_token_ids: PyReadonlyArray1<'_, i32>,
+        max_tokens: i64,
+        priority: i32,
+        stop_token_ids: Option<PyReadonlyArray1<'_, i32>>,
+        cache_salt: Option<&[u8]>,
+        parked: bool,
+        host_masked: bool,
+        reads_prefix_cache: bool,
+    ) -> PyResult<u64> {
+        let cache_salt = cache_salt.unwrap_or_default();
+        let mut salt = [0; 16];
+        let Some(place) = salt.get_mut(..cache_salt.len()) else {
+            return Err(PyValueError::new_err(format!(
+                "cache_salt has {} bytes, but may have 16; hash a longer one.",
+                cache_salt.len()
+            )));
+        };
+        place.copy_from_slice(cache_salt);
+        let request = Request {
+            prompt_token_ids: prompt_token_ids.as_slice()?,
+            max_tokens,
+            priority,
+            stop_token_ids: stop_token_ids
+                .as_ref()
+                .map_or(Ok(&[][..]), |ids| ids.as_slice())?,
+            cache_salt: u128::from_le_bytes(salt),
+            parked,
+            host_masked,
+            reads_prefix_cache,
+        };
+        let submitted = self.scheduler.submit(now_us, &request);
+        submitted
+            .map(Handle::to_bits)
+            .map_err(|reject| errors::reject(py, reject))
+    }
+
+    #[pyo3(signature = (now_us, buffer, draft_handles = None, draft_counts = None, draft_ids = None))]
+    fn plan(
+        &mut self,
+        py: Python<'_>,
+        now_us: u64,
+        mut buffer: PyReadwriteArray1<'_, i32>,
+        draft_handles: Option<PyReadonlyArray1<'_, i64>>,
+        draft_counts: Option<PyReadonlyArray1<'_, i32>>,
+        draft_ids: Option<PyReadonlyArray1<'_, i32>>,
+    ) -> PyResult<Plan> {
+        let buffer = buffer.as_slice_mut()?;
+        let size = self.scheduler.layout().size;
+        if buffer.len() != size {
+            return Err(PyValueError::new_err(format!(
+                "The buffer has {} words, but the layout {size}.",
+                buffer.len()
+            )));
+        }
+        let handles: Vec<Handle> = match &draft_handles {
+            Some(handles) => handles
+                .as_slice()?
+                .iter()
+                .map(|&bits| Handle::from_bits(bits as u64))
+                .collect(),
+            None => Vec::new(),
+        };
+        let drafts = Drafts {
+            handles: &handles,
+            counts: draft_counts
+                .as_ref()
+                .map_or(Ok(&[][..]), |counts| counts.as_slice())?,
+            ids: draft_ids.as_ref().map(|ids| ids.as_slice()).transpose()?,
+        };
+        let planned = self.scheduler.plan(now_us, &drafts, buffer);
+        let num_events = self.report(py)?;
+        let (kind, step) = match planned {
+            Planned::Step(StepId(step)) => (Plan::STEP, step),
+            Planned::Idle => (Plan::IDLE, 0),
+            Planned::Waiting(StepId(step)) => (Plan::WAITING, step),
+        };
+        Ok(Plan {
+            kind,
+            step,
+            num_events,
+        })
+    }
+
+    fn commit(
+        &mut self,
+        py: Python<'_>,
+        step: u64,
+        num_ids: PyReadonlyArray1<'_, i32>,
+        ids: PyReadonlyArray1<'_, i32>,
+        device_us: u64,
+        now_us: u64,
+    ) -> PyResult<usize> {
+        self.scheduler
+            .commit(
+                StepId(step),
+                num_ids.as_slice()?,
+                ids.as_slice()?,
+                device_us,
+                now_us,
+            )
+            .map_err(|error| errors::commit(py, error))?;
+        self.report(py)
+    }
+
+    fn fail(&mut self, step: u64, now_us: u64) {
+        self.scheduler.fail(StepId(step), now_us);
+    }
+
+    fn finish(
+        &mut self,
+        handle: u64,
+        num_output_tokens: u32,
+        reason: u8,
+        now_us: u64,
+    ) -> PyResult<bool> {
+        let Some(reason) = FinishReason::from_code(reason) else {
+            return Err(PyValueError::new_err(format!(
+                "The reason is {reason}, but must be 0 to 4."
+            )));
+        };
+        let handle = Handle::from_bits(handle);
+        Ok(self
+            .scheduler
+            .finish(handle, num_output_tokens, reason, now_us))
+    }
+
+    fn unpark(&mut self, handle: u64, now_us: u64) -> bool {
+        self.scheduler.unpark(Handle::from_bits(handle), now_us)
+    }
+
+    fn expire(&mut self, handle: u64, now_us: u64) -> bool {
+        self.scheduler.expire(Handle::from_bits(handle), now_us)
+    }
+
+    fn reset_prefix_cache(&mut self, now_us: u64) -> u32 {
+        self.scheduler.reset_prefix_cache(now_us)
+    }
+
+    #[getter]
+    fn num_waiting(&self) -> u32 {
+        self.scheduler.num_waiting()
+    }
+
+    #[getter]
+    fn num_parked(&self) -> u32 {
+        self.scheduler.num_parked()
+    }
+
+    #[getter]
+    fn num_running(&self) -> u32 {
+        self.scheduler.num_running()
+    }
+
+    #[getter]
+    fn num_in_flight(&self) -> u32 {
+        self.scheduler.num_in_flight()
+    }
+
+    #[getter]
+    fn num_free_blocks(&self) -> u32 {
+        self.scheduler.kv().pool().num_free()
+    }
+
+    #[getter]
+    fn num_cached_blocks(&self) -> u32 {
+        self.scheduler.kv().pool().num_cached()
+    }
+
+    #[getter]
+    fn num_held_blocks(&self) -> u32 {
+        self.scheduler.num_held_blocks()
+    }
+
+    fn records<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let values: Vec<i64> = self
+            .scheduler
+            .records()
+            .flat_map(noria_core::StepRecord::values)
+            .collect();
+        let num_records = values.len() / RECORD_FIELDS.len();
+        PyArray1::from_vec(py, values).reshape([num_records, RECORD_FIELDS.len()])
+    }
+
+    fn recording(&self) -> &[u8] {
+        self.scheduler.recording()
+    }
+
+    fn check(&self) -> PyResult<()> {
+        let outcome =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.scheduler.check()));
+        outcome.map_err(|panic| {
+            let message = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("an invariant is broken");
+            PyAssertionError::new_err(message.to_owned())
+        })
+    }
+}
