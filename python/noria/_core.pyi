@@ -239,6 +239,7 @@ class Expander:
     """
 
     def __new__(cls, layout: StepLayout) -> Expander: ...
+    layout: StepLayout
     input_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]

@@ -79,5 +79,5 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ] {
         module.add(name, word)?;
     }
-    Ok(())
+    module.delattr("__all__") // the stub lists the names
 }
