@@ -1,0 +1,8 @@
+"""How tokens are chosen: `SamplingParams`, and `noria.sampling.sampler.Sampler` over a whole step.
+
+The sampler is not imported here: parameters must be cheap to import, and the sampler needs torch.
+"""
+
+from noria.sampling.params import SamplingParams
+
+__all__ = ["SamplingParams"]

@@ -1,0 +1,277 @@
+"""The sampler: one token for each row of a step, by tensor operations over the whole step.
+
+Ties. Greedy rows take the lowest of the equally likely ids. Top-k keeps every token that ties with the
+k-th, and top-p every token that ties with the last it needs: what is kept depends on the logits alone, not on
+how a device happens to rank equals. The draw is by inverse transform in id order.
+
+A row's token is a function of its own logits, parameters, seed and output position: not of the other rows,
+and not of the number of threads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from noria.sampling.draw import chunk_masses, draw
+from noria.sampling.noise import uniform
+from noria.sampling.params import SamplingParams
+from noria.sampling.scratch import Scratch, Use
+from noria.sampling.thresholds import Weighing, top_k_threshold, top_p_threshold
+
+_ARGMAX_CHUNK = 256
+_SMALL_TOP_K = 256
+"""Rows with a larger top_k are ranked apart, so that one of them does not make all others rank as many."""
+
+Rows = slice | torch.Tensor
+"""All rows of a step (the whole slice: nothing is copied), or the indices of some, `[n]` int64."""
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What `Sampler.sample` gives.
+
+    Attributes:
+        ids: `[n]` int64; 0, which any model can embed, where nothing could be sampled.
+        ok: `[n]` bool; False where the row's largest logit is NaN or infinite, so that it means nothing.
+    """
+
+    ids: torch.Tensor
+    ok: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _HostState:
+    """What decides which operations a step needs, by seat; on the host, so that no device is waited for."""
+
+    is_random: npt.NDArray[np.bool_]
+    has_temperature: npt.NDArray[np.bool_]
+    has_min_p: npt.NDArray[np.bool_]
+    has_top_p: npt.NDArray[np.bool_]
+    top_k: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceState:
+    """The values themselves, by seat; `[max_num_seqs]`."""
+
+    inverse_temperature: torch.Tensor
+    min_p: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    seed: torch.Tensor
+
+
+class Sampler:
+    """Sampling state by seat, and the sampling of a step.
+
+    Args:
+        max_num_seqs: number of seats.
+        vocab_size: width of the logits; at most 2**20.
+        device: where the logits are.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        if not 1 <= vocab_size <= 2**20:
+            raise ValueError(f"vocab_size must be from 1 to {2**20}; got {vocab_size}")
+        self.vocab_size = vocab_size
+        self.device = device
+        self._scratch = Scratch(vocab_size, device)
+        self._host = _HostState(
+            is_random=np.zeros(max_num_seqs, dtype=np.bool_),
+            has_temperature=np.zeros(max_num_seqs, dtype=np.bool_),
+            has_min_p=np.zeros(max_num_seqs, dtype=np.bool_),
+            has_top_p=np.zeros(max_num_seqs, dtype=np.bool_),
+            top_k=np.zeros(max_num_seqs, dtype=np.int64),
+        )
+        self._state = _DeviceState(
+            inverse_temperature=torch.ones(max_num_seqs, dtype=torch.float64, device=device),
+            min_p=torch.zeros(max_num_seqs, dtype=torch.float64, device=device),
+            top_p=torch.ones(max_num_seqs, dtype=torch.float64, device=device),
+            top_k=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
+        )
+
+    def set_seats(self, seats: Sequence[int], params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
+        """Takes over the parameters of requests that gained a seat; an earlier step's are forgotten.
+
+        Args:
+            seats: each once.
+            params: one a seat.
+            seeds: one a seat, signed 64-bit: the request's own, or the one that the engine chose for it.
+        """
+        if not len(seats) == len(params) == len(seeds):
+            raise ValueError(f"{len(seats)} seats, {len(params)} params and {len(seeds)} seeds were given")
+        if len(seats) == 0:
+            return
+        seat = np.asarray(seats, dtype=np.int64)
+        temperature = np.array([p.temperature for p in params])
+        is_random = np.array([not p.is_greedy for p in params])
+        top_k = np.array([p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in params], dtype=np.int64)
+        top_p = np.array([p.top_p for p in params])
+        min_p = np.array([p.min_p for p in params])
+        host = self._host
+        host.is_random[seat] = is_random
+        host.has_temperature[seat] = temperature != 1.0
+        host.has_min_p[seat] = min_p > 0.0
+        host.has_top_p[seat] = top_p < 1.0
+        host.top_k[seat] = top_k
+        index = self._to_device(seat)
+        state = self._state
+        state.inverse_temperature[index] = self._to_device(1.0 / np.where(is_random, temperature, 1.0))
+        state.min_p[index] = self._to_device(min_p)
+        state.top_p[index] = self._to_device(top_p)
+        state.top_k[index] = self._to_device(top_k)
+        state.seed[index] = self._to_device(np.array(seeds, dtype=np.int64))
+
+    def sample(
+        self, logits: torch.Tensor, seats: torch.Tensor, output_positions: torch.Tensor
+    ) -> SampledTokens:
+        """Samples one token a row.
+
+        Args:
+            logits: `[n, vocab_size]` float32 or float64, on the sampler's device; not modified.
+            seats: `[n]` int64. Best on the host: which operations a step needs is decided there.
+            output_positions: `[n]` int64: from 0, the first output token; on any device.
+        """
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
+            raise ValueError(
+                f"logits must be [n, {self.vocab_size}], one column a token; got {list(logits.shape)}"
+            )
+        if logits.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"logits must be float32 or float64; got {logits.dtype}")
+        logits = logits.contiguous()
+        seats_on_host = seats.cpu().numpy()
+        is_random = self._host.is_random[seats_on_host]
+        if not is_random.any():
+            return _greedy(logits)
+        rows = self._rows(is_random)
+        seats = seats.to(self.device)
+        output_positions = output_positions.to(self.device)
+        drawn = self._draw(
+            self._select(Use.LOGITS, logits, rows),
+            seats_on_host[is_random],
+            seats[rows],
+            output_positions[rows],
+        )
+        if isinstance(rows, slice):
+            return drawn
+        greedy_rows = self._to_device(np.flatnonzero(~is_random))
+        greedy = _greedy(self._scratch.select(Use.LOGITS, logits, greedy_rows))
+        ids = torch.empty_like(seats)
+        ok = torch.empty_like(seats, dtype=torch.bool)
+        ids[rows], ok[rows] = drawn.ids, drawn.ok
+        ids[greedy_rows], ok[greedy_rows] = greedy.ids, greedy.ok
+        return SampledTokens(ids, ok)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,  # [n, vocab_size]
+        seats_on_host: npt.NDArray[np.int64],
+        seats: torch.Tensor,
+        output_positions: torch.Tensor,
+    ) -> SampledTokens:
+        """Temperature, min-p, top-k, top-p in vLLM's order, each on the rows that ask for it."""
+        host, state = self._host, self._state
+        weighing = self._weighing(logits, seats_on_host, seats)
+        weights = weighing.weights(logits, self._scratch.take(Use.WEIGHTS, len(logits), logits.dtype))
+        if weighing.min_weight is not None:
+            rows = self._rows(host.has_min_p[seats_on_host])
+            self._drop_below(weights, rows, weights, weighing.min_weight)
+        if weighing.min_logit is not None:
+            rows = self._rows(host.top_k[seats_on_host] > 0)
+            self._drop_below(weights, rows, logits, weighing.min_logit)
+        chunks = chunk_masses(weights)
+        has_top_p = host.has_top_p[seats_on_host]
+        if has_top_p.any():
+            rows = self._rows(has_top_p)
+            threshold = torch.full_like(weighing.row_max, -torch.inf)
+            threshold[rows] = top_p_threshold(
+                self._select(Use.LOGITS_OF_ROWS, logits, rows),
+                weighing.select(rows),
+                state.top_p[seats[rows], None],
+                chunks[rows].sum(1, keepdim=True),
+                self._scratch,
+            )
+            kept = self._drop_below(weights, rows, logits, threshold)
+            chunks[rows] = chunk_masses(kept)
+        ids = draw(weights, chunks, uniform(state.seed[seats], output_positions))
+        ok = weighing.row_max.squeeze(1).isfinite()
+        return SampledTokens(ids.masked_fill_(~ok, 0), ok)
+
+    def _weighing(
+        self, logits: torch.Tensor, seats_on_host: npt.NDArray[np.int64], seats: torch.Tensor
+    ) -> Weighing:
+        host, state, dtype = self._host, self._state, logits.dtype
+        inverse_temperature = min_weight = None
+        if host.has_temperature[seats_on_host].any():
+            # Not 0 even for a huge temperature: -inf · 0 is NaN.
+            smallest = torch.finfo(dtype).tiny
+            inverse_temperature = state.inverse_temperature[seats, None].to(dtype).clamp_min_(smallest)
+        if host.has_min_p[seats_on_host].any():
+            min_weight = state.min_p[seats, None].to(dtype)
+        return Weighing(
+            row_max=logits.amax(1, keepdim=True),
+            inverse_temperature=inverse_temperature,
+            min_weight=min_weight,
+            min_logit=self._top_k_floor(logits, host.top_k[seats_on_host], state.top_k[seats]),
+        )
+
+    def _top_k_floor(
+        self, logits: torch.Tensor, top_k_on_host: npt.NDArray[np.int64], top_k: torch.Tensor
+    ) -> torch.Tensor | None:
+        has_top_k = top_k_on_host > 0
+        if not has_top_k.any():
+            return None
+        floor = logits.new_full((len(logits), 1), -torch.inf)
+        is_small = top_k_on_host <= _SMALL_TOP_K
+        for asks in (has_top_k & is_small, has_top_k & ~is_small):
+            if asks.any():
+                rows = self._rows(asks)
+                of_rows = self._select(Use.LOGITS_OF_ROWS, logits, rows)
+                floor[rows] = top_k_threshold(of_rows, top_k[rows], int(top_k_on_host[asks].max()))
+        return floor
+
+    def _drop_below(
+        self, weights: torch.Tensor, rows: Rows, values: torch.Tensor, floor: torch.Tensor
+    ) -> torch.Tensor:
+        """Sets `weights` of `rows` to 0 where `values` is below `floor` `[n, 1]`; returns those rows."""
+        kept = self._select(Use.PART, weights, rows)
+        of_rows = kept if values is weights else self._select(Use.LOGITS_OF_ROWS, values, rows)
+        # A mask of floats and a product take half the time of a boolean mask and a fill.
+        mask = self._scratch.take(Use.MASK, len(kept), kept.dtype)
+        kept.mul_(torch.ge(of_rows, floor[rows], out=mask))
+        if not isinstance(rows, slice):
+            weights.index_copy_(0, rows, kept)
+        return kept
+
+    def _select(self, use: Use, values: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return values if isinstance(rows, slice) else self._scratch.select(use, values, rows)
+
+    def _rows(self, asks: npt.NDArray[np.bool_]) -> Rows:
+        return _ALL if asks.all() else self._to_device(np.flatnonzero(asks))
+
+    def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _greedy(logits: torch.Tensor) -> SampledTokens:
+    """The most likely token of each row, and the lowest such id.
+
+    `argmax` compares one by one; maxima over chunks are vectorised, and then one chunk is searched.
+    """
+    vocab_size = logits.shape[1]
+    num_chunks = vocab_size // _ARGMAX_CHUNK
+    num_whole = num_chunks * _ARGMAX_CHUNK
+    maxima = logits[:, :num_whole].view(len(logits), num_chunks, _ARGMAX_CHUNK).amax(2)
+    if num_whole < vocab_size:
+        maxima = torch.cat((maxima, logits[:, num_whole:].amax(1, keepdim=True)), dim=1)
+    largest, chunk = maxima.max(1, keepdim=True)  # of equals the first, as argmax below
+    members = chunk * _ARGMAX_CHUNK + torch.arange(_ARGMAX_CHUNK, device=logits.device)  # [n, 256]
+    place = logits.gather(1, members.clamp_max_(vocab_size - 1)).argmax(1)
+    ok = largest.squeeze(1).isfinite()
+    return SampledTokens((chunk.squeeze(1) * _ARGMAX_CHUNK + place).masked_fill_(~ok, 0), ok)
