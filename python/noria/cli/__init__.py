@@ -1,0 +1,53 @@
+"""The command `noria`. `main` is its entry point; nothing heavy is imported before a command needs it."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from noria.errors import NoriaError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0; 2 for a bad flag, file or model (one line on stderr); 130 after Ctrl-C.
+    """
+    try:
+        from cyclopts import CycloptsError
+
+        from noria.cli.app import build_app
+
+        app = build_app()
+        try:
+            app(
+                list(sys.argv[1:] if argv is None else argv),
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+            )
+            sys.stdout.flush()
+        except CycloptsError as error:
+            return _complain(f"{error} Try --help.")
+        except NoriaError as error:
+            return _complain(str(error))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left (`noria ... | head`). Python flushes stdout once more at exit: give it a sink.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _complain(message: str) -> int:
+    one_line = " ".join(message.split())
+    print(f"noria: {one_line}", file=sys.stderr)
+    return EXIT_BAD_INPUT

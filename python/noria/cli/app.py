@@ -1,0 +1,54 @@
+"""The tree of commands. Each command's module imports torch, and all that needs it, when it runs."""
+
+import inspect
+from collections.abc import Callable
+from importlib import metadata
+
+from cyclopts import App
+
+from noria.cli import bench, demo, env, generate
+
+_HELP = """An LLM inference engine with continuous batching.
+
+Finished sequences leave and waiting ones board at every step: no seat waits for the longest answer."""
+
+_EPILOGUE = """Start here:
+
+  noria demo
+  noria generate smollm2 --chat "Why is the sky blue?"
+"""
+
+
+def build_app() -> App:
+    """The command `noria`."""
+    app = App(
+        name="noria",
+        help=_HELP,
+        help_epilogue=_EPILOGUE,
+        help_format="plaintext",
+        help_flags=["--help", "-h"],
+        version=version,
+    )
+    _add(app, generate.generate, generate.EXAMPLES)
+    _add(app, demo.demo, demo.EXAMPLES)
+    _add(app, env.env, env.EXAMPLES)
+    benches = App(name="bench", help="Measure throughput and the cost of scheduling.")
+    _add(benches, bench.throughput, bench.THROUGHPUT_EXAMPLES)
+    _add(benches, bench.scheduler, bench.SCHEDULER_EXAMPLES)
+    app.command(benches)
+    return app
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return metadata.version("noria")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _add(app: App, command: Callable[..., None], examples: str) -> None:
+    # A docstring's lines are broken for the source; the terminal breaks a paragraph where it has to.
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(command, help=text, help_epilogue=examples)

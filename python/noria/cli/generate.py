@@ -1,0 +1,191 @@
+"""`noria generate`: prompts in, answers out."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from noria.cli.options import (
+    MODEL_HELP,
+    EngineFlags,
+    ModelFlags,
+    SamplingFlags,
+    parse_ids,
+    resolve_model,
+)
+from noria.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from noria.llm import LLM
+    from noria.outputs import Events, RequestOutput
+    from noria.sampling.params import SamplingParams
+    from noria.text.detokenizer import DetokenizerStream
+
+EXAMPLES = """Examples:
+
+  noria generate smollm2 --chat "Why is the sky blue?"
+  noria generate ./model.gguf "Once upon a time" "The sea" --temperature 0.8
+"""
+
+_NO_MODEL_FLAGS = ModelFlags()
+_NO_ENGINE_FLAGS = EngineFlags()
+_NO_SAMPLING_FLAGS = SamplingFlags()
+_HEADER_CHARS = 72
+
+
+def generate(
+    model: Annotated[str, Parameter(help=MODEL_HELP)],
+    prompts: Annotated[
+        tuple[str, ...],
+        Parameter(
+            show_default=False, help="One is answered as its tokens come; several are answered together."
+        ),
+    ] = (),
+    /,
+    *,
+    prompt_token_ids: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            show_default=False,
+            help="A prompt as token ids, comma-separated: 1,2,3; may be repeated.",
+        ),
+    ] = (),
+    chat: Annotated[
+        bool,
+        Parameter(
+            negative="", help="Put each prompt through the model's chat template, as a user's message."
+        ),
+    ] = False,
+    system: Annotated[str | None, Parameter(help="With --chat: a system message before each prompt.")] = None,
+    sampling: SamplingFlags = _NO_SAMPLING_FLAGS,
+    model_flags: ModelFlags = _NO_MODEL_FLAGS,
+    engine_flags: EngineFlags = _NO_ENGINE_FLAGS,
+) -> None:
+    """Answer one prompt or several.
+
+    The text goes to standard output, what is worth knowing about the run to standard error.
+    """
+    if not prompts and not prompt_token_ids:
+        raise ConfigError("give a PROMPT or --prompt-token-ids", name="PROMPT", value=None)
+    if chat and prompt_token_ids:
+        raise ConfigError(
+            "--chat needs text; it cannot be used with --prompt-token-ids", name="--chat", value=chat
+        )
+    if system is not None and not chat:
+        raise ConfigError("--system needs --chat", name="--system", value=system)
+    given_ids = [parse_ids(text, "--prompt-token-ids") for text in prompt_token_ids]
+    path = resolve_model(model)
+    params = sampling_params(sampling)  # before the weights: its errors need not wait for them
+
+    from noria.llm import LLM
+
+    with LLM(
+        path,
+        dtype=model_flags.dtype,
+        device=model_flags.device,
+        max_model_len=model_flags.max_model_len,
+        max_num_seqs=engine_flags.max_num_seqs,
+        max_num_batched_tokens=engine_flags.max_num_batched_tokens,
+        block_size=engine_flags.block_size,
+        num_kv_blocks=engine_flags.num_kv_blocks,
+        enable_prefix_caching=engine_flags.enable_prefix_caching,
+        depth=engine_flags.depth,
+    ) as llm:
+        texts = list(prompts)
+        inputs: list[str | list[int]] = [
+            *(chat_ids(llm, text, system) if chat else text for text in texts),
+            *given_ids,
+        ]
+        headers = [*texts, *(f"token ids {','.join(map(str, ids))}" for ids in given_ids)]
+        if len(inputs) == 1:
+            _stream_one(llm, inputs[0], params)
+        else:
+            _print_all(llm.generate(inputs, params), headers)
+
+
+def sampling_params(flags: SamplingFlags) -> "SamplingParams":
+    """The engine's parameters from the flags.
+
+    Raises:
+        SamplingParamsError: a value is out of its range.
+        ConfigError: `--stop-token-ids` is no list of integers.
+    """
+    from noria.sampling.params import SamplingParams
+
+    stop_ids = [] if flags.stop_token_ids is None else parse_ids(flags.stop_token_ids, "--stop-token-ids")
+    return SamplingParams(
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
+        min_p=flags.min_p,
+        seed=time.time_ns() if flags.seed is None else flags.seed,
+        max_tokens=flags.max_tokens,
+        stop_token_ids=stop_ids,
+        ignore_eos=flags.ignore_eos,
+    )
+
+
+def chat_ids(llm: "LLM", text: str, system: str | None = None) -> list[int]:
+    """The token ids of one user's message in the model's chat template."""
+    assert llm.tokenizer is not None
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": text})
+    # The template writes the special tokens itself.
+    return llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+
+class AnswerText:
+    """One answer's text, as its tokens come."""
+
+    def __init__(self, stream: "DetokenizerStream") -> None:
+        self._stream = stream
+        self.num_tokens = 0
+
+    def push(self, token_ids: list[int], *, has_stopped: bool) -> str:
+        """New text for new tokens; a token that stopped the answer is no part of it."""
+        self.num_tokens += len(token_ids)
+        shown = token_ids[:-1] if has_stopped else token_ids
+        return "".join(self._stream.push(token_id) for token_id in shown)
+
+
+def _stream_one(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> None:
+    from noria import _core
+
+    assert llm.tokenizer is not None
+    answer = AnswerText(llm.tokenizer.stream())
+
+    def show(events: "Events", _indices: "npt.NDArray[np.int64]") -> None:
+        rows = events.rows
+        ends = rows[rows[:, 1] == _core.FINISHED]
+        has_stopped = bool(len(ends)) and bool((ends[:, 2] == _core.STOP).any())
+        piece = answer.push(rows[rows[:, 1] == _core.TOKEN, 2].tolist(), has_stopped=has_stopped)
+        if piece:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    (output,) = llm.generate([prompt], params, use_tqdm=False, on_events=show)
+    print(flush=True)
+    metrics, completion = output.metrics, output.outputs[0]
+    line = f"{len(output.prompt_token_ids)} prompt tokens, {len(completion.token_ids)} output tokens"
+    if metrics is not None and metrics.finished_time is not None and metrics.first_token_time is not None:
+        first_ms = (metrics.first_token_time - metrics.arrival_time) * 1e3
+        line += f", first after {first_ms:.0f} ms"
+        decode_s = metrics.finished_time - metrics.first_token_time
+        if len(completion.token_ids) > 1 and decode_s > 0:
+            line += f", then {(len(completion.token_ids) - 1) / decode_s:.1f} tokens/s"
+    print(f"{line}; finish reason: {completion.finish_reason}", file=sys.stderr)
+
+
+def _print_all(outputs: "list[RequestOutput]", headers: list[str]) -> None:
+    for number, (output, header) in enumerate(zip(outputs, headers, strict=True), start=1):
+        one_line = " ".join(header.split())
+        shown = one_line if len(one_line) <= _HEADER_CHARS else one_line[: _HEADER_CHARS - 3] + "..."
+        completion = output.outputs[0]
+        print(f"[{number}/{len(outputs)}] {shown}")
+        print(completion.text.strip("\n"))
+        print(f"({len(completion.token_ids)} tokens, {completion.finish_reason})\n", flush=True)

