@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata, and where each tensor lies.
 
-`gguf.GGUFReader` makes an array object per string and takes seconds on a vocabulary of 49k tokens; this reader
-walks the same bytes with `struct` in a tenth of a second. It trusts nothing it reads: every count is checked
-against the bytes that are left before anything of that size is made.
+`gguf.GGUFReader` makes an array object per string and takes seconds on a vocabulary of 49k tokens; this
+reader walks the same bytes with `struct` in a tenth of a second. It trusts nothing it reads: every count is
+checked against the bytes that are left before anything of that size is made.
 
 Source of the format: ggml/docs/gguf.md, and gguf/gguf_reader.py of the `gguf` package.
 """
@@ -181,9 +181,10 @@ class _Header:
         return value
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
-        if count > (self._size - self._at) // min_bytes:
+        left = self._size - self._at
+        if count > left // min_bytes:
             raise self._error(
-                f"the file is truncated or corrupt: {count} {what} announced, {self._size - self._at} bytes left"
+                f"the file is truncated or corrupt: {count} {what} announced, {left} bytes left"
             )
 
     def _string(self, what: str) -> str:

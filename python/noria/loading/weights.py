@@ -1,0 +1,120 @@
+"""From named tensors in files to a model's parameters on their device: checked, converted, fused."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from noria.backends.torch.linear import Linear
+from noria.errors import ModelError
+from noria.models.config import ModelConfig
+from noria.models.rope import inverse_frequencies
+
+
+class WeightSource(Protocol):
+    """Named tensors, by the names of a Hugging Face checkpoint."""
+
+    def names(self) -> set[str]:
+        """Tensors that a model should use up."""
+
+    def file_of(self, name: str, /) -> Path:
+        """The file to name in an error about this tensor."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """A tensor's shape; None where there is no such tensor."""
+
+    def copy_into(self, name: str, out: torch.Tensor) -> None:
+        """Converts a tensor into `out`, contiguous and of the same shape."""
+
+
+class TorchWeights:
+    """Parameters as the torch backend takes them; see `noria.backends.ops.Weights`.
+
+    Nothing is allocated before the file's shape is known to be the one that the configuration asks for.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        frequency_factors: torch.Tensor | None = None,
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._frequency_factors = frequency_factors
+        self._tables: dict[str, torch.Tensor] = {}
+        self._used: set[str] = set()
+
+    def table(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """An embedding table, `[rows, columns]`."""
+        self._tables[name] = self._stacked([(name, (rows, columns))])
+        return self._tables[name]
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """A vector, `[size]`."""
+        return self._stacked([(name, (size,))])
+
+    def rope_frequencies(self) -> torch.Tensor:
+        """`[head_dim / 2]`, float64 in a float64 model, else float32."""
+        dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
+        frequencies = inverse_frequencies(self._config.rope, self._config.head_dim, dtype)
+        if self._frequency_factors is not None:
+            frequencies = frequencies / self._frequency_factors
+        return frequencies.to(self._device)
+
+    def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:
+        """Linear maps of one input as one, stacked in order."""
+        weight = self._stacked([(f"{name}.weight", (size, in_features)) for name, size in parts])
+        bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
+        return Linear(weight, bias)
+
+    def tied_linear(self, name: str, out_features: int, in_features: int) -> Linear:
+        """A linear map that shares an embedding table.
+
+        A head that the file carries all the same is dropped if it equals the table, and is the head if not.
+        """
+        table = self._tables[name]
+        if self._source.shape("lm_head.weight") is not None:
+            head = self._stacked([("lm_head.weight", (out_features, in_features))])
+            if not torch.equal(head, table):
+                return Linear(head, None)
+        return Linear(table, None)
+
+    def check_all_used(self) -> None:
+        """Refuses a file with tensors that the configuration has no place for: it is not of this model.
+
+        Raises:
+            ModelError: it names one.
+        """
+        unused = sorted(self._source.names() - self._used)
+        if unused:
+            name = unused[0]
+            others = f" (nor have {len(unused) - 1} others)" if len(unused) > 1 else ""
+            raise ModelError(
+                f"{self._source.file_of(name)}: tensor {name!r} has no place in a "
+                f"{self._config.architecture} of this configuration{others}"
+            )
+
+    def _stacked(self, parts: list[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
+        """Tensors of these names and shapes, one below the other."""
+        for name, shape in parts:
+            found = self._source.shape(name)
+            if found is None:
+                raise ModelError(f"{self._source.file_of(name)}: tensor {name!r} is missing")
+            if found != shape:
+                raise ModelError(
+                    f"{self._source.file_of(name)}: tensor {name!r} should have shape {list(shape)}, "
+                    f"found {list(found)}"
+                )
+        rows = sum(shape[0] for _, shape in parts)
+        stacked = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        first = 0
+        for name, shape in parts:
+            self._source.copy_into(name, stacked[first : first + shape[0]])
+            self._used.add(name)
+            first += shape[0]
+        return stacked

@@ -1,0 +1,118 @@
+"""A loaded model, and loading it."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from noria.backends.attention import Attention
+from noria.backends.ops import Ops, StepInputs
+from noria.backends.torch.attention import SdpaAttention
+from noria.backends.torch.linear import Linear
+from noria.backends.torch.ops import TorchOps
+from noria.errors import ConfigError
+from noria.kv_cache import KvCache
+from noria.loading import is_gguf
+from noria.loading.dtype import chosen_dtype
+from noria.loading.gguf import GgufWeights, read_gguf_config
+from noria.loading.gguf_file import GgufFile
+from noria.loading.hf import HfWeights, read_hf_config
+from noria.loading.weights import TorchWeights
+from noria.models.config import ModelConfig
+from noria.models.registry import ARCHITECTURES
+
+
+class Network(Protocol):
+    """A model's parameters and its forward, as a file of `noria.models` gives them."""
+
+    def forward(self, ops: Ops[torch.Tensor, torch.Tensor, Linear]) -> torch.Tensor:
+        """One step's logits, `[num_logits, vocab_size]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on its device.
+
+    Attributes:
+        config: its shape.
+        dtype: of parameters, activations and KV cache.
+        dtype_reason: a clause that says which dtype was chosen and why.
+        device: where it runs.
+        max_model_len: the longest context it will be run with, in tokens.
+        network: parameters and forward.
+        attention: the kernel of the attention op.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    dtype_reason: str
+    device: torch.device
+    max_model_len: int
+    network: Network
+    attention: Attention
+
+    def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
+        """Computes one step; K and V of its tokens are in the cache when it returns.
+
+        Returns:
+            Logits `[num_logits, vocab_size]`: float32, or float64 where the model is float64.
+        """
+        with torch.inference_mode():
+            return self.network.forward(TorchOps(inputs, kv, self.attention))
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: "torch.dtype | Literal['auto', 'float64', 'float32', 'bfloat16', 'float16']" = "auto",
+    device: torch.device,
+    max_model_len: int | None = None,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        path: a Hugging Face directory or a `.gguf` file.
+        dtype: what it computes in; "auto": bfloat16 where the hardware computes it, else float32.
+        device: where it runs.
+        max_model_len: the longest context it will be run with; None: the model's own.
+
+    Raises:
+        ModelError: the files are not a whole, well-formed model that noria runs.
+        ConfigError: `max_model_len` exceeds the model's context, or the dtype is none of noria's.
+    """
+    path = Path(path)
+    torch_dtype, reason = chosen_dtype(dtype, device)
+    if is_gguf(path):
+        file = GgufFile(path)
+        config = read_gguf_config(file)
+        _check_length(max_model_len, config)
+        with GgufWeights(file, config) as source:
+            has_factors = config.rope.has_frequency_factors
+            factors = source.frequency_factors(config.head_dim // 2) if has_factors else None
+            network = _build(config, TorchWeights(source, config, torch_dtype, device, factors))
+    else:
+        config = read_hf_config(path)
+        _check_length(max_model_len, config)
+        with HfWeights(path) as weights:
+            network = _build(config, TorchWeights(weights, config, torch_dtype, device))
+    length = max_model_len or config.max_position_embeddings
+    return Model(config, torch_dtype, reason, device, length, network, SdpaAttention())
+
+
+def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
+    limit = config.max_position_embeddings
+    if max_model_len is not None and not 1 <= max_model_len <= limit:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; the model's context is 1 to {limit} tokens",
+            name="max_model_len",
+            value=max_model_len,
+        )
+
+
+def _build(config: ModelConfig, weights: TorchWeights) -> Network:
+    module = importlib.import_module(ARCHITECTURES[config.architecture])
+    network: Network = module.NETWORK(config, weights)
+    weights.check_all_used()
+    return network
