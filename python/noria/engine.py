@@ -52,7 +52,23 @@ class MaskRequest:
     output_positions: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guessed tokens for the next step's decode rows; those that cannot be used are dropped.
+
+    Attributes:
+        handles: `[n]` int64: for whom.
+        counts: `[n]` int32: how many for each.
+        ids: `[counts.sum()]` int32: the guesses, one after another; None if the device makes them.
+    """
+
+    handles: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32] | None = None
+
+
 MaskProvider = Callable[[MaskRequest], HostMasks]
+DraftProvider = Callable[[], Drafts | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,7 @@ class Engine:
         mask_provider: asked for the masks of `host_masked` requests' rows, once the tokens before
             them have been given out; if it raises, the requests that it was asked about end with an
             error.
+        draft_provider: asked before each plan, if the core was built with `max_drafts`.
     """
 
     def __init__(
@@ -89,12 +106,14 @@ class Engine:
         ring: Sequence[StepView],
         *,
         mask_provider: MaskProvider | None = None,
+        draft_provider: DraftProvider | None = None,
     ) -> None:
         self._core = core
         self._runner = runner
         self._ring = ring
         self._depth = len(ring) - 1
         self._mask_provider = mask_provider
+        self._draft_provider = draft_provider
         self._next_buffer = 0
         self._in_flight: deque[_InFlight] = deque()
         self._held: _InFlight | None = None  # its sample waits for masks; nothing is planned meanwhile
@@ -219,8 +238,11 @@ class Engine:
             False if it had ended already.
         """
         has_ended = self._core.finish(handle, num_output_tokens, reason, _now_us())
-        if has_ended and reason == _core.ERROR:
-            self._causes[handle] = cause
+        if has_ended:
+            # Its FINISHED comes later, but no mask is wanted for it any more.
+            self._seat_handles[self._seat_handles == handle] = _NOBODY
+            if reason == _core.ERROR:
+                self._causes[handle] = cause
         return has_ended
 
     def abort(self, handle: int) -> bool:
@@ -278,7 +300,11 @@ class Engine:
         while len(self._in_flight) < self._depth and self._held is None:
             now_us = _now_us()
             view = self._ring[self._next_buffer]
-            plan = self._core.plan(now_us, view.buffer)
+            drafts = None if self._draft_provider is None else self._draft_provider()
+            if drafts is None:
+                plan = self._core.plan(now_us, view.buffer)
+            else:
+                plan = self._core.plan(now_us, view.buffer, drafts.handles, drafts.counts, drafts.ids)
             self._collect(plan.num_events, now_us, self._last_failure)
             if plan.kind == plan.STEP:
                 self._launch(plan.step, view, now_us)
@@ -408,7 +434,12 @@ class Engine:
 
 
 def start_engine(
-    core: Core, executor: Executor, *, depth: int, mask_provider: MaskProvider | None = None
+    core: Core,
+    executor: Executor,
+    *,
+    depth: int,
+    mask_provider: MaskProvider | None = None,
+    draft_provider: DraftProvider | None = None,
 ) -> Engine:
     """An engine over a thread of its own.
 
@@ -417,9 +448,11 @@ def start_engine(
         executor: computes the steps.
         depth: of the core.
         mask_provider: see `Engine`.
+        draft_provider: see `Engine`.
     """
     ring = tuple(StepView(core.layout) for _ in range(depth + 1))
-    return Engine(core, ThreadRunner(executor, ring), ring, mask_provider=mask_provider)
+    runner = ThreadRunner(executor, ring)
+    return Engine(core, runner, ring, mask_provider=mask_provider, draft_provider=draft_provider)
 
 
 def _token_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:

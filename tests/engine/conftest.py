@@ -1,0 +1,28 @@
+"""Makes the folder's own helpers importable, and watches for threads that stay behind."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from null_harness import NullRun, build_run
+
+
+@pytest.fixture
+def make_run() -> Iterator[Callable[..., NullRun]]:
+    """`build_run`; closes what it made, and asserts that no thread stays behind."""
+    before = set(threading.enumerate())
+    runs: list[NullRun] = []
+
+    def make(*args: object, **options: object) -> NullRun:
+        runs.append(build_run(*args, **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.engine.close()
+    assert set(threading.enumerate()) <= before
