@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from noria._core import Core
 from noria.errors import ConfigError, ModelError
@@ -10,36 +10,14 @@ from noria.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     import torch
 
+    from noria.models import ModelConfig
+
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 BATCHINGS = ("continuous", "padded", "gang")
 
 # `batching` says what a user sees, `admission` what the core does.
 _ADMISSION = {"continuous": "optimistic", "padded": "padded", "gang": "gang"}
-
-
-class KvModel(Protocol):
-    """What the KV cache's size depends on; `noria.models.ModelConfig` has it."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers with a KV cache."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of K and V."""
-
-    @property
-    def head_dim(self) -> int:
-        """Values a head."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Tokens of the longest context."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +105,14 @@ class EngineConfig:
             )
         _require_int("seed", self.seed, 0, 2**63 - 1)
 
-    def resolve(self, model: KvModel, itemsize: int, memory_budget: int | None = None) -> "ResolvedConfig":
+    def resolve(
+        self, model: "ModelConfig", dtype: "torch.dtype", memory_budget: int | None = None
+    ) -> "ResolvedConfig":
         """Settles what depends on the model.
 
         Args:
             model: its configuration.
-            itemsize: bytes of a value in the KV cache.
+            dtype: of the KV cache.
             memory_budget: bytes for the KV cache if the user gave neither bytes nor blocks; None if
                 the system does not say.
 
@@ -140,7 +120,6 @@ class EngineConfig:
             ConfigError: the context is longer than the model's or than the KV cache, or the KV cache
                 holds nothing.
         """
-        token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
         limit = model.max_position_embeddings
         if self.max_model_len is not None and self.max_model_len > limit:
             raise ConfigError(
@@ -149,7 +128,7 @@ class EngineConfig:
                 value=self.max_model_len,
             )
         max_model_len = limit if self.max_model_len is None else self.max_model_len
-        num_blocks = self._num_blocks(max_model_len, token_bytes * self.block_size, memory_budget)
+        num_blocks = self._num_blocks(max_model_len, model, dtype, memory_budget)
         notes = []
         num_kv_tokens = num_blocks * self.block_size
         if max_model_len > num_kv_tokens:
@@ -160,10 +139,11 @@ class EngineConfig:
                 )
             notes.append(f"max_model_len: lowered to {num_kv_tokens} tokens from {limit}, as {held}")
             max_model_len = num_kv_tokens
-        mib = token_bytes * num_kv_tokens / 2**20
+        kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize * num_kv_tokens
+        mib = kv_bytes / 2**20
         notes.append(
             f"KV cache: 2 · {model.num_layers} layers · {model.num_kv_heads} kv heads · {model.head_dim} · "
-            f"{itemsize} bytes · {num_kv_tokens} tokens = {mib:.{0 if mib >= 10 else 2}f} MiB"
+            f"{dtype.itemsize} bytes · {num_kv_tokens} tokens = {mib:.{0 if mib >= 10 else 2}f} MiB"
         )
         return self._resolved(model.vocab_size, max_model_len, num_blocks, notes)
 
@@ -192,26 +172,22 @@ class EngineConfig:
             notes=tuple(notes),
         )
 
-    def _num_blocks(self, max_model_len: int, block_bytes: int, memory_budget: int | None) -> int:
+    def _num_blocks(
+        self, max_model_len: int, model: "ModelConfig", dtype: "torch.dtype", memory_budget: int | None
+    ) -> int:
+        from noria.kv_cache import num_blocks_in
+
         if self.num_kv_blocks is not None:
             return self.num_kv_blocks
-        budget = self.kv_cache_memory_bytes
-        if budget is None:
-            budget = memory_budget
+        budget = memory_budget if self.kv_cache_memory_bytes is None else self.kv_cache_memory_bytes
         if budget is None:
             raise ConfigError(
                 "kv_cache_memory_bytes must be given: this system does not say how much memory is available",
                 name="kv_cache_memory_bytes",
                 value=None,
             )
-        held = budget // block_bytes - 1  # block 0 is for padding
-        if held < 1:
-            raise ConfigError(
-                f"kv_cache_memory_bytes is {budget}; two blocks, the least, need {2 * block_bytes}",
-                name="kv_cache_memory_bytes",
-                value=budget,
-            )
-        return min(held, self.max_num_seqs * -(-max_model_len // self.block_size))
+        num_held = num_blocks_in(budget, model, self.block_size, dtype)
+        return min(num_held, self.max_num_seqs * -(-max_model_len // self.block_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class LLM:
             max_model_len=max_model_len,
         )
         self.resolved_config = self.config.resolve(
-            self.model.config, self.model.dtype.itemsize, kv_memory_budget(where)
+            self.model.config, self.model.dtype, kv_memory_budget(where)
         )
         for note in self.resolved_config.notes:
             print(note, file=sys.stderr)
@@ -295,9 +295,8 @@ class LLM:
                 texts.append((index, one.text))
             read.append((one, one.token_ids or []))
         if texts and self.tokenizer is not None:
-            encoded = self.tokenizer.encode_batch([text for _, text in texts])
-            for (index, _), token_ids in zip(texts, encoded, strict=True):
-                read[index] = (read[index][0], token_ids)
+            for (index, _), encoded in zip(texts, _encoded(self.tokenizer, texts), strict=True):
+                read[index] = (read[index][0], encoded)
         self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
         return read
 
@@ -372,7 +371,9 @@ class LLM:
         if self.tokenizer is not None and request.params.detokenize:
             # The token that stopped it is no part of the answer's text.
             shown = token_ids[:-1] if has_stopped else token_ids
-            text = self.tokenizer.decode(shown, skip_special_tokens=request.params.skip_special_tokens)
+            text = self.tokenizer.decode(
+                shown, skip_special_tokens=request.params.skip_special_tokens, after_prompt=True
+            )
         is_asked = has_stopped and (request.params.ignore_eos or token_ids[-1] not in self._eos_token_ids)
         completion = CompletionOutput(
             index=0,
@@ -397,6 +398,21 @@ class LLM:
             ),
             error=self.engine.take_cause(request.handle),
         )
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[tuple[int, str]]) -> list[list[int] | RejectedError]:
+    """Each text's token ids, or why it has none."""
+    try:
+        return [*tokenizer.encode_batch([text for _, text in texts])]
+    except RejectedError:  # it does not say which
+        return [_encoded_alone(tokenizer, text) for _, text in texts]
+
+
+def _encoded_alone(tokenizer: Tokenizer, text: str) -> list[int] | RejectedError:
+    try:
+        return tokenizer.encode(text)
+    except RejectedError as error:
+        return error
 
 
 def _refused_output(request: _Refused) -> RequestOutput:

@@ -206,9 +206,7 @@ class EventCollector:
         answers = []
         for index in range(self._num_requests):
             end, start = int(ends[index]), int(starts[index])
-            num_tokens = int(rows[end, 3])
-            if num_tokens > counts[index]:
-                raise AssertionError(f"{counts[index]} of {num_tokens} tokens came before the end")
+            num_tokens = min(int(rows[end, 3]), int(counts[index]))  # an abort may name more than there are
             mine = token_rows[offsets[index] : offsets[index + 1]]
             answers.append(
                 FinishedRequest(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from noria.config import EngineConfig, model_path, torch_device
 from noria.errors import ConfigError, ModelError
@@ -63,25 +64,30 @@ def test_blocks_and_bytes_are_not_both_given() -> None:
 
 
 def test_the_kv_cache_is_no_larger_than_all_seats_can_use() -> None:
-    resolved = EngineConfig(model="m", max_num_seqs=2, max_model_len=100).resolve(Model(), 4, 10**12)
+    resolved = EngineConfig(model="m", max_num_seqs=2, max_model_len=100).resolve(
+        Model(), torch.float32, 10**12
+    )
     assert resolved.num_kv_blocks == 2 * 7  # blocks of 16
     assert resolved.max_model_len == 100
 
 
 def test_the_kv_cache_fits_its_budget_with_the_padding_block() -> None:
     budget = 40 * 16 * TOKEN_BYTES
-    resolved = EngineConfig(model="m").resolve(Model(), 4, budget)
+    resolved = EngineConfig(model="m").resolve(Model(), torch.float32, budget)
     assert resolved.num_kv_blocks == 39
-    assert EngineConfig(model="m", kv_cache_memory_bytes=budget).resolve(Model(), 4, 1).num_kv_blocks == 39
+    assert (
+        EngineConfig(model="m", kv_cache_memory_bytes=budget).resolve(Model(), torch.float32, 1).num_kv_blocks
+        == 39
+    )
 
 
 def test_the_size_of_the_kv_cache_is_shown_as_a_product() -> None:
-    resolved = EngineConfig(model="m", num_kv_blocks=64, max_model_len=512).resolve(Model(), 4)
+    resolved = EngineConfig(model="m", num_kv_blocks=64, max_model_len=512).resolve(Model(), torch.float32)
     assert resolved.notes == ("KV cache: 2 · 30 layers · 3 kv heads · 64 · 4 bytes · 1024 tokens = 45 MiB",)
 
 
 def test_a_context_that_was_not_asked_for_is_lowered_to_the_pool_with_a_note() -> None:
-    resolved = EngineConfig(model="m", num_kv_blocks=10).resolve(Model(), 4)
+    resolved = EngineConfig(model="m", num_kv_blocks=10).resolve(Model(), torch.float32)
     assert resolved.max_model_len == 160
     assert resolved.notes[0] == (
         "max_model_len: lowered to 160 tokens from 8192, as the KV cache of 10 blocks of 16 holds 160"
@@ -90,26 +96,26 @@ def test_a_context_that_was_not_asked_for_is_lowered_to_the_pool_with_a_note() -
 
 def test_a_context_that_was_asked_for_must_fit_the_pool_and_the_model() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 200; the KV cache of 10 blocks of 16 holds 160"):
-        EngineConfig(model="m", num_kv_blocks=10, max_model_len=200).resolve(Model(), 4)
+        EngineConfig(model="m", num_kv_blocks=10, max_model_len=200).resolve(Model(), torch.float32)
     with pytest.raises(ConfigError, match="max_model_len is 9000; the model's context is 8192"):
-        EngineConfig(model="m", max_model_len=9000).resolve(Model(), 4, 10**12)
+        EngineConfig(model="m", max_model_len=9000).resolve(Model(), torch.float32, 10**12)
 
 
 def test_a_budget_below_two_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes is 1000; .* need {2 * 16 * TOKEN_BYTES}"):
-        EngineConfig(model="m", kv_cache_memory_bytes=1000).resolve(Model(), 4)
+        EngineConfig(model="m", kv_cache_memory_bytes=1000).resolve(Model(), torch.float32)
     with pytest.raises(ConfigError, match="must be given"):
-        EngineConfig(model="m").resolve(Model(), 4, None)
+        EngineConfig(model="m").resolve(Model(), torch.float32, None)
 
 
 def test_the_watermark_is_a_share_of_the_pool() -> None:
     config = EngineConfig(model="m", num_kv_blocks=1000, watermark=0.05)
-    assert config.resolve(Model(), 4).watermark_blocks == 50
+    assert config.resolve(Model(), torch.float32).watermark_blocks == 50
 
 
 def test_a_core_has_the_configurations_values() -> None:
     config = EngineConfig(model="m", max_num_seqs=3, max_num_batched_tokens=40, block_size=8, num_kv_blocks=9)
-    layout = config.resolve(Model(), 4).core(max_drafts=2).layout
+    layout = config.resolve(Model(), torch.float32).core(max_drafts=2).layout
     assert (layout.max_num_seqs, layout.max_num_batched_tokens, layout.block_size) == (3, 40, 8)
     assert (layout.num_blocks, layout.max_drafts) == (9, 2)
 

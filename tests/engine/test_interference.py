@@ -108,8 +108,15 @@ def test_a_late_stop_at_any_point_cuts_where_it_says(
     num_stopped = 0
     for chosen in range(num_points):
         cuts: dict[int, int] = {}
+        committed: dict[int, int] = {}
 
-        def stop(run: NullRun, point: int, chosen: int = chosen, cuts: dict[int, int] = cuts) -> None:
+        def stop(
+            run: NullRun,
+            point: int,
+            chosen: int = chosen,
+            cuts: dict[int, int] = cuts,
+            committed: dict[int, int] = committed,
+        ) -> None:
             if point != chosen:
                 return
             for request in run.requests[::2]:
@@ -117,7 +124,6 @@ def test_a_late_stop_at_any_point_cuts_where_it_says(
                 if run.engine.finish(request.handle, keep, _core.STOP):
                     cuts[request.handle] = keep
 
-        committed: dict[int, int] = {}
         run = scenario(make_run, depth, runner, stop)
         finished = finish_counting(run, committed)
         run.assert_nothing_is_left()

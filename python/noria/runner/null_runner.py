@@ -148,6 +148,7 @@ class NullExecutor:
 
     def forward(self, view: StepView) -> None:
         self._raise_fault("forward", view)
+        self._make_drafts(view)
         if self._forward_us:
             time.sleep(self._forward_us / 1e6)
 
@@ -180,6 +181,23 @@ class NullExecutor:
         num_ids = np.zeros(view.num_rows, dtype=np.int32)
         num_ids[rows] = np.where(is_kept, num_sampled, 0)
         return _Ready(SampledIds(num_ids, ids[is_kept[of_row]].astype(np.int32)))
+
+    def _make_drafts(self, view: StepView) -> None:
+        """Drafts that the device is to make are what the script will answer."""
+        flags = view.row_flags
+        (rows,) = np.nonzero((flags & (_core.DRAFTS | _core.DRAFT_IDS)) == _core.DRAFTS)
+        if not len(rows):
+            return
+        expander = self.expander
+        num_drafts = view.row_count[rows].astype(np.int64) - 1
+        of_row = np.repeat(np.arange(len(rows)), num_drafts)
+        place = np.arange(len(of_row)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
+        tokens = view.cu_seqlens_q[rows][of_row] + 1 + place
+        seats = expander.row_seats[rows][of_row]
+        outputs = expander.positions[tokens] - expander.num_prompt_tokens[seats]
+        expander.input_ids[tokens] = self._script.token_ids(
+            self._seeds[seats], outputs, self._eos_positions[seats]
+        )
 
     def _raise_fault(self, phase: Phase, view: StepView) -> None:
         error = self._fault(phase, view) if self._fault is not None else None
