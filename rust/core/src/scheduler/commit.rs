@@ -70,11 +70,11 @@ impl Scheduler {
         if let Some(recorder) = &mut self.recorder {
             recorder.commit(step, num_ids, ids, device_us, now_us);
         }
-        self.events.begin();
         if step.0 == 0 || step.0 >= self.next_step {
             return Err(CommitError::Unknown { step });
         }
         if !self.steps.contains(step) {
+            self.events.begin();
             return Ok(());
         }
         let mut taken = self.steps.pop_oldest().expect("a step is in flight");
@@ -90,6 +90,8 @@ impl Scheduler {
             self.steps.push_front(taken);
             return Err(error);
         }
+        // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
+        self.events.begin();
         let mut rest = ids;
         for (row, &count) in taken.rows.iter().zip(num_ids) {
             let (ids, behind) = rest.split_at(count as usize);

@@ -19,7 +19,7 @@ impl Scheduler {
             return;
         }
         let mut suspects = Vec::new();
-        let mut group = None;
+        let (mut group, mut num_sequences) = (None, 0);
         while let Some(mut discarded) = self.steps.pop_first_from(step) {
             for &block in &discarded.filled {
                 self.kv.unregister(block);
@@ -35,6 +35,8 @@ impl Scheduler {
             }
             if discarded.id == step {
                 group = discarded.group;
+                let is_sequence = |row: &&RowInFlight| row.kind != RowKind::Padding;
+                num_sequences = discarded.rows.iter().filter(is_sequence).count();
             }
             discarded.record.has_failed = 1;
             discarded.record.committed_us = now_us as i64;
@@ -44,7 +46,7 @@ impl Scheduler {
         if self.config.admission.is_static() {
             self.disband_gang();
         }
-        self.confine(group, &suspects);
+        self.confine(group, &suspects, num_sequences);
     }
 
     fn discard_row(&mut self, row: &RowInFlight) {
@@ -63,10 +65,11 @@ impl Scheduler {
         }
     }
 
-    /// The rows of a failed step run again by themselves; one that failed alone ends.
-    fn confine(&mut self, group: Option<u64>, suspects: &[(Handle, u32)]) {
+    /// The rows of a failed step run again by themselves; one that failed alone ends. Others of the step's
+    /// `num_sequences` may have ended since: then it did not fail alone.
+    fn confine(&mut self, group: Option<u64>, suspects: &[(Handle, u32)], num_sequences: usize) {
         match (group, suspects) {
-            (Some(_), &[(handle, _)]) => {
+            (Some(_), &[(handle, _)]) if num_sequences == 1 => {
                 let slot = handle.slot();
                 let num_output = self.arena[slot].num_output();
                 self.end(slot, FinishReason::Error, num_output);

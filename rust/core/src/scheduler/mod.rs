@@ -294,6 +294,7 @@ impl Scheduler {
             State::Waiting => self.queue.remove(sequence.key, slot),
             State::Running(seat) if self.config.admission == Admission::StaticPadded => {
                 sequence.state = State::Ghost(seat);
+                sequence.confinement = None;
                 self.num_running -= 1;
                 if self.num_running == 0 {
                     self.release_ghosts();
@@ -317,6 +318,7 @@ impl Scheduler {
         };
         let num_lost = sequence.num_planned;
         self.pass.debt -= sequence.row.debt;
+        self.pass.num_left += sequence.row.count; // of a decode: its row is withdrawn
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;

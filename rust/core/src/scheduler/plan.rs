@@ -23,8 +23,8 @@ impl Scheduler {
             return self.nothing();
         }
         self.residents.settle(&self.arena);
-        let is_confined = self.quarantine.settle(&self.arena).is_some();
-        if is_confined && self.steps.len() > 0 {
+        self.settle_quarantine();
+        if self.quarantine.active().is_some() && self.steps.len() > 0 {
             // One step at a time, so that a failure names its rows and no others.
             return self.nothing();
         }
@@ -40,6 +40,20 @@ impl Scheduler {
         } else {
             self.clear_rows();
             self.nothing()
+        }
+    }
+
+    /// A static gang that has got past its failure keeps the batch until it ends; only then the next group enters.
+    fn settle_quarantine(&mut self) {
+        let is_confined = self.quarantine.settle(&self.arena).is_some();
+        if is_confined && self.config.admission.is_static() && self.residents.len() > 0 {
+            let has_member = self
+                .residents
+                .iter()
+                .any(|resident| self.is_free_to_run(resident.handle.slot()));
+            if !has_member {
+                self.quarantine.suspend();
+            }
         }
     }
 
@@ -61,7 +75,6 @@ impl Scheduler {
         let is_padded = self.config.admission == Admission::StaticPadded;
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
-        let mut num_rows = 0;
         for i in 0..self.residents.len() {
             let resident = self.residents.get(i);
             let slot = resident.handle.slot();
@@ -95,9 +108,8 @@ impl Scheduler {
             sequence.row.start = sequence.num_planned;
             sequence.row.count = 1;
             self.pass.decodes.push(slot);
-            num_rows += 1;
+            self.pass.num_left -= 1;
         }
-        self.pass.num_left -= num_rows;
     }
 
     /// The padded baseline decodes only when its whole gang is through its prompts.

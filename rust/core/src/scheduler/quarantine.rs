@@ -19,6 +19,8 @@ struct Group {
 pub(crate) struct Quarantine {
     groups: VecDeque<Group>,
     next_id: u64,
+    /// No group runs by itself in this plan.
+    is_suspended: bool,
 }
 
 impl Quarantine {
@@ -54,6 +56,7 @@ impl Quarantine {
 
     /// The group that runs by itself now; those that have emptied are dropped.
     pub(crate) fn settle(&mut self, arena: &Arena<Sequence>) -> Option<u64> {
+        self.is_suspended = false;
         while let Some(group) = self.groups.front_mut() {
             let id = group.id;
             group.members.retain(|&handle| {
@@ -71,13 +74,22 @@ impl Quarantine {
         None
     }
 
+    /// Lets others run until the next `settle`.
+    pub(crate) fn suspend(&mut self) {
+        self.is_suspended = true;
+    }
+
+    fn front(&self) -> Option<&Group> {
+        self.groups.front().filter(|_| !self.is_suspended)
+    }
+
     /// The group that runs, as `settle` said.
     pub(crate) fn active(&self) -> Option<u64> {
-        self.groups.front().map(|group| group.id)
+        self.front().map(|group| group.id)
     }
 
     /// The members of the group that runs, in key order.
     pub(crate) fn active_members(&self) -> &[Handle] {
-        self.groups.front().map_or(&[], |group| &group.members)
+        self.front().map_or(&[], |group| &group.members)
     }
 }

@@ -1,0 +1,398 @@
+//! Core, runner and ledger together: every verb is applied to all three, and everything is recounted after each.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use noria_core::{
+    Admission, CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, Scheduler,
+    StepId, digest,
+};
+
+use super::ledger::{Account, Ledger};
+use super::runner::{Breakage, NullRunner, Sampled};
+use super::truth::{Ask, Truth};
+use super::view::StepView;
+
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) core: Scheduler,
+    pub(crate) config: Config,
+    pub(crate) runner: NullRunner,
+    pub(crate) ledger: Ledger,
+    /// Steps that ran and are not committed.
+    pub(crate) sampled: VecDeque<Sampled>,
+    /// Whether a step in flight was planned for a quarantine group alone.
+    is_confined: BTreeMap<u64, bool>,
+    /// Who holds which seat, as the buffers say.
+    holders: Vec<Option<u64>>,
+    buffer: Vec<i32>,
+    pub(crate) digests: Vec<u64>,
+    pub(crate) num_steps: u64,
+    pub(crate) num_failures: u64,
+    last_step: u64,
+    discarded: Vec<StepId>,
+    now_us: u64,
+}
+
+impl World {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self::around(Scheduler::new(config.clone()).expect("the configuration is good"))
+    }
+
+    pub(crate) fn recorded(config: &Config) -> Self {
+        Self::around(Scheduler::recorded(config.clone()).expect("the configuration is good"))
+    }
+
+    fn around(core: Scheduler) -> Self {
+        let (config, layout) = (core.config().clone(), *core.layout());
+        Self {
+            runner: NullRunner::new(&config, &layout),
+            ledger: Ledger::default(),
+            sampled: VecDeque::new(),
+            is_confined: BTreeMap::new(),
+            holders: vec![None; layout.max_num_seqs],
+            buffer: vec![-1; layout.size],
+            digests: Vec::new(),
+            num_steps: 0,
+            num_failures: 0,
+            last_step: 0,
+            discarded: Vec::new(),
+            now_us: 0,
+            config,
+            core,
+        }
+    }
+
+    fn now(&mut self) -> u64 {
+        self.now_us += 1;
+        self.now_us
+    }
+
+    pub(crate) fn account(&self, handle: u64) -> &Account {
+        &self.ledger.accounts[&handle]
+    }
+
+    pub(crate) fn try_submit(&mut self, ask: &Ask) -> Result<u64, Reject> {
+        let now = self.now();
+        let result = self.core.submit(now, &ask.request());
+        self.core.check();
+        let handle = result?.to_bits();
+        self.ledger.open(handle, ask, &self.config);
+        self.runner
+            .truths
+            .insert(handle, Truth::new(ask, self.config.vocab_size));
+        Ok(handle)
+    }
+
+    pub(crate) fn submit(&mut self, ask: &Ask) -> u64 {
+        self.try_submit(ask).expect("the request is accepted")
+    }
+
+    /// Plans without drafts; the step, if there is one.
+    pub(crate) fn plan(&mut self) -> Option<StepView> {
+        match self.plan_with(&Drafts::none()) {
+            Planned::Step(_) => self.runner.queue.back().map(|pending| pending.view.clone()),
+            Planned::Idle | Planned::Waiting(_) => None,
+        }
+    }
+
+    pub(crate) fn plan_with(&mut self, drafts: &Drafts<'_>) -> Planned {
+        let now = self.now();
+        let planned = self.core.plan(now, drafts, &mut self.buffer);
+        self.core.check();
+        self.ledger
+            .hear(self.core.events(), &mut self.runner.truths);
+        self.ledger.check_reported();
+        match planned {
+            Planned::Step(id) => self.take_step(id),
+            Planned::Waiting(id) => assert_eq!(Some(id), self.oldest(), "the oldest is waited for"),
+            Planned::Idle => {
+                assert_eq!(self.oldest(), None, "nothing is idle with steps in flight");
+                let num_open = self.core.num_waiting() + self.core.num_running();
+                assert_eq!(num_open, 0, "nothing is idle while a request could run");
+            }
+        }
+        planned
+    }
+
+    fn take_step(&mut self, id: StepId) {
+        let layout = *self.core.layout();
+        let view = StepView::read(&layout, &self.buffer, &mut self.holders);
+        assert_eq!(view.id, id.0);
+        assert!(id.0 > self.last_step, "step ids are never reused");
+        self.last_step = id.0;
+        view.check(&self.config, &layout, &self.buffer);
+        for gain in &view.gained {
+            let account = &self.ledger.accounts[&gain.handle];
+            assert_eq!(gain.num_prompt_tokens as usize, account.ask.prompt.len());
+            assert_eq!(gain.num_tokens, account.num_tokens());
+            if let Some(row) = view.row_of(gain.handle) {
+                assert_eq!(row.start, gain.num_computed_tokens);
+            }
+        }
+        for row in view.sequence_rows() {
+            let account = &self.ledger.accounts[&row.handle];
+            let is_ghost = row.has(noria_core::flags::GHOST);
+            assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
+            assert!(account.is_live() || self.config.admission == Admission::StaticPadded);
+            assert!(!is_ghost || !account.is_live());
+        }
+        let is_confined = self.is_confined_now();
+        if is_confined {
+            assert_eq!(
+                self.oldest(),
+                None,
+                "a quarantine group runs one step at a time"
+            );
+            for row in view.sequence_rows() {
+                let account = &self.ledger.accounts[&row.handle];
+                assert!(
+                    account.suspect_until.is_some() || !account.is_live(),
+                    "a quarantine group runs by itself"
+                );
+            }
+        }
+        self.is_confined.insert(id.0, is_confined);
+        self.digests.push(digest(&layout, &self.buffer));
+        self.num_steps += 1;
+        self.runner.push(id, view, &self.buffer);
+    }
+
+    /// Whether a plan that was just made is a quarantine group's. A static gang that got past its failure keeps the batch.
+    fn is_confined_now(&self) -> bool {
+        let is_suspect = |handle: &u64| self.ledger.accounts[handle].suspect_until.is_some();
+        self.ledger.has_suspects()
+            && (self.config.admission == Admission::Optimistic
+                || self.holders.iter().flatten().any(is_suspect))
+    }
+
+    /// The oldest step in flight.
+    pub(crate) fn oldest(&self) -> Option<StepId> {
+        let sampled = self.sampled.front().map(|sampled| sampled.id);
+        sampled.or_else(|| self.runner.queue.front().map(|pending| pending.id))
+    }
+
+    /// The runner runs its next step, or fails in it where a request breaks it; `false` where none is planned.
+    pub(crate) fn run(&mut self) -> bool {
+        if self.runner.queue.is_empty() {
+            return false;
+        }
+        if self.runner.next_breaks() {
+            self.fail(0, Breakage::Garbage);
+        } else {
+            let sampled = self.runner.run();
+            self.sampled.push_back(sampled);
+        }
+        true
+    }
+
+    /// Fails the step that is `num_before` behind the next to run; those before it run.
+    pub(crate) fn fail(&mut self, num_before: usize, breakage: Breakage) {
+        for _ in 0..num_before {
+            if self.runner.next_breaks() {
+                break;
+            }
+            let sampled = self.runner.run();
+            self.sampled.push_back(sampled);
+        }
+        let lost: Vec<StepId> = self.runner.queue.iter().map(|pending| pending.id).collect();
+        let pending = self.runner.fail(breakage);
+        self.discarded = lost;
+        let is_confined = self.is_confined[&pending.id.0];
+        self.ledger.fail(&pending.view, is_confined);
+        self.num_failures += 1;
+        let now = self.now();
+        self.core.fail(pending.id, now);
+        self.core.check();
+    }
+
+    /// A commit and a fail of every step that the last failure discarded: nothing happens.
+    pub(crate) fn poke_discarded(&mut self) {
+        for id in core::mem::take(&mut self.discarded) {
+            let now = self.now();
+            self.core.fail(id, now);
+            self.core.check();
+            self.core
+                .commit(id, &[], &[], 0, now)
+                .expect("a discarded step is ignored");
+            self.core.check();
+            self.ledger
+                .hear(self.core.events(), &mut self.runner.truths);
+            self.ledger.check_reported();
+        }
+    }
+
+    /// Commits the oldest step that ran; `false` where none did.
+    pub(crate) fn commit(&mut self) -> bool {
+        self.commit_with(|_, _| true)
+    }
+
+    /// The same; rows whose logits wait for a mask sample nothing where `is_supplied` says so.
+    pub(crate) fn commit_with(&mut self, is_supplied: impl Fn(u64, usize) -> bool) -> bool {
+        let Some(mut sampled) = self.sampled.pop_front() else {
+            return false;
+        };
+        let mut at = 0;
+        for (row, of) in sampled.view.rows.iter().enumerate() {
+            let num = sampled.num_ids[row] as usize;
+            if of.has(noria_core::flags::HOST_MASKED) && !is_supplied(of.handle, row) {
+                sampled.ids.drain(at..at + num);
+                sampled.num_ids[row] = 0;
+            } else {
+                at += num;
+            }
+        }
+        let now = self.now();
+        self.core
+            .commit(sampled.id, &sampled.num_ids, &sampled.ids, 7, now)
+            .expect("the ids match the step");
+        self.core.check();
+        let totals = self
+            .ledger
+            .commit(&sampled.view, &sampled.num_ids, &sampled.ids);
+        self.ledger
+            .hear(self.core.events(), &mut self.runner.truths);
+        self.ledger.check_reported();
+        let record = *self
+            .core
+            .records()
+            .last()
+            .expect("a commit leaves a record");
+        assert_eq!(record.step, sampled.id.0 as i64);
+        assert_eq!(record.num_rows, sampled.view.rows.len() as i64);
+        assert_eq!(record.num_tokens, i64::from(sampled.view.num_tokens));
+        assert_eq!(record.num_output_tokens, totals.num_output);
+        assert_eq!(record.num_wasted_tokens, totals.num_wasted);
+        assert_eq!(record.num_finished, totals.num_finished);
+        true
+    }
+
+    /// A commit that must be refused, and change nothing.
+    pub(crate) fn commit_wrongly(
+        &mut self,
+        step: StepId,
+        num_ids: &[i32],
+        ids: &[i32],
+    ) -> CommitError {
+        let now = self.now();
+        let error = self
+            .core
+            .commit(step, num_ids, ids, 0, now)
+            .expect_err("it does not match");
+        self.core.check();
+        error
+    }
+
+    pub(crate) fn finish(&mut self, handle: u64, num_output: u32, reason: FinishReason) -> bool {
+        let now = self.now();
+        let has_ended = self
+            .core
+            .finish(Handle::from_bits(handle), num_output, reason, now);
+        self.core.check();
+        let is_live = self
+            .ledger
+            .accounts
+            .get(&handle)
+            .is_some_and(Account::is_live);
+        assert_eq!(has_ended, is_live, "a request ends once");
+        if is_live {
+            self.ledger.end(handle, reason, num_output);
+        }
+        has_ended
+    }
+
+    pub(crate) fn abort(&mut self, handle: u64) -> bool {
+        let num_output = self
+            .ledger
+            .accounts
+            .get(&handle)
+            .map_or(0, |account| account.num_output);
+        self.finish(handle, num_output, FinishReason::Abort)
+    }
+
+    pub(crate) fn expire(&mut self, handle: u64) -> bool {
+        let now = self.now();
+        let has_ended = self.core.expire(Handle::from_bits(handle), now);
+        self.core.check();
+        let account = self
+            .ledger
+            .accounts
+            .get(&handle)
+            .filter(|account| account.is_live());
+        let num_output = account.map(|account| account.num_output);
+        assert_eq!(has_ended, num_output.is_some(), "a request ends once");
+        if let Some(num_output) = num_output {
+            self.ledger.end(handle, FinishReason::Expired, num_output);
+        }
+        has_ended
+    }
+
+    pub(crate) fn unpark(&mut self, handle: u64) -> bool {
+        let now = self.now();
+        let was_parked = self.core.unpark(Handle::from_bits(handle), now);
+        self.core.check();
+        let account = self
+            .ledger
+            .accounts
+            .get_mut(&handle)
+            .filter(|account| account.is_live());
+        let expected = account.is_some_and(|account| core::mem::take(&mut account.is_parked));
+        assert_eq!(was_parked, expected);
+        was_parked
+    }
+
+    pub(crate) fn reset_prefix_cache(&mut self) -> u32 {
+        let now = self.now();
+        let num_freed = self.core.reset_prefix_cache(now);
+        self.core.check();
+        assert_eq!(self.core.kv().cache().num_registered(), 0);
+        num_freed
+    }
+
+    /// One turn of an engine: plans until it must wait, then runs and commits the oldest step. `false` when idle.
+    pub(crate) fn turn(&mut self) -> bool {
+        while let Planned::Step(_) = self.plan_with(&Drafts::none()) {}
+        if self.sampled.is_empty() && !self.run() {
+            return false;
+        }
+        self.commit();
+        true
+    }
+
+    /// Turns until nothing is left that could run; everything must have ended by then, in a bounded number of turns.
+    pub(crate) fn drain(&mut self) {
+        let per_request = |account: &Account| {
+            account.ask.prompt.len() as u64 + 2 * u64::from(account.max_output) + 30
+        };
+        let num_live = self.ledger.live().count() as u64;
+        let work: u64 = self
+            .ledger
+            .live()
+            .map(|(_, account)| per_request(account))
+            .sum();
+        let mut num_left = 20 + work * (4 + num_live);
+        while self.turn() {
+            num_left -= 1;
+            assert!(num_left > 0, "the work ends in a bounded number of steps");
+        }
+        assert_eq!(self.core.num_in_flight(), 0);
+        self.ledger.check_reported();
+        let num_parked = self
+            .ledger
+            .live()
+            .filter(|(_, account)| account.is_parked)
+            .count();
+        assert_eq!(
+            self.ledger.live().count(),
+            num_parked,
+            "all that could run has ended"
+        );
+        assert_eq!(self.core.num_parked() as usize, num_parked);
+        let kv = self.core.kv();
+        assert_eq!(
+            kv.pool().num_free() + kv.pool().num_cached(),
+            self.config.num_blocks,
+            "no block is held"
+        );
+        assert_eq!(self.core.num_held_blocks(), 0);
+    }
+}
