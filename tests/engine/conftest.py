@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
+# A folder of their own: with this one on the path, `import conftest` would find this file.
+sys.path.append(str(Path(__file__).parent / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "models"))
 
 from null_harness import NullRun, build_run
 

@@ -133,6 +133,7 @@ class NullExecutor:
         self.expander = Expander(layout)
         self._script = script
         self._forward_us = forward_us
+        self._has_drafts = layout.max_drafts > 0
         self._accept_drafts = accept_drafts
         self._fault = fault
         self._seeds = np.zeros(layout.max_num_seqs, dtype=np.int64)  # by seat
@@ -148,7 +149,8 @@ class NullExecutor:
 
     def forward(self, view: StepView) -> None:
         self._raise_fault("forward", view)
-        self._make_drafts(view)
+        if self._has_drafts:
+            self._make_drafts(view)
         if self._forward_us:
             time.sleep(self._forward_us / 1e6)
 
@@ -157,18 +159,21 @@ class NullExecutor:
         expander = self.expander
         rows = expander.sample_rows[: view.num_sample_rows]
         seats = expander.row_seats[rows]
-        # A row's logits are of its last token, with drafts of its last K + 1.
-        has_drafts = (view.row_flags[rows] & _core.DRAFTS) != 0
-        num_drafts = np.where(has_drafts, view.row_count[rows].astype(np.int64) - 1, 0)
-        first_logit = view.cu_seqlens_q[rows + 1] - 1 - num_drafts
-        next_positions = expander.positions[first_logit] + 1  # of the first sampled token, prompt included
-        first_outputs = next_positions - expander.num_prompt_tokens[seats]
-        num_accepted = self._accept_drafts(self._seeds[seats], first_outputs, num_drafts)
+        last_tokens = view.cu_seqlens_q[rows + 1] - 1
+        num_accepted = np.zeros(len(rows), dtype=np.int64)
+        if self._has_drafts:  # then a row's logits are of its last K + 1 tokens
+            has_drafts = (view.row_flags[rows] & _core.DRAFTS) != 0
+            num_drafts = np.where(has_drafts, view.row_count[rows].astype(np.int64) - 1, 0)
+            last_tokens = last_tokens - num_drafts
+        next_positions = expander.positions[last_tokens] + 1  # of the first sampled token, prompt included
+        outputs = next_positions - expander.num_prompt_tokens[seats]
+        if self._has_drafts:
+            num_accepted = self._accept_drafts(self._seeds[seats], outputs, num_drafts)
         num_sampled = num_accepted + 1
-
         ends = np.cumsum(num_sampled)
+
         of_row = np.repeat(np.arange(len(rows)), num_sampled)
-        outputs = first_outputs[of_row] + np.arange(len(of_row)) - (ends - num_sampled)[of_row]
+        outputs = outputs[of_row] + np.arange(len(of_row)) - (ends - num_sampled)[of_row]
         ids = self._script.token_ids(self._seeds[seats[of_row]], outputs, self._eos_positions[seats[of_row]])
         is_kept = np.ones(len(rows), dtype=np.bool_)
         if view.num_host_masked:

@@ -44,7 +44,7 @@ class CheckedExecutor:
         self.prompts: dict[int, list[int]] = {}  # by seed
         self.seeds = np.zeros(layout.max_num_seqs, dtype=np.int64)  # by seat
         self.num_checked_rows = 0
-        self.num_shared_steps = 0  # steps in which a row read what another stored in the same step
+        self.texts: dict[int, list[int]] = {}  # by seed: the prompt, and what is known of the answer
 
     def expand(self, view: StepView, inits: Sequence[SeatInit]) -> None:
         self.inner.expand(view, inits)
@@ -76,14 +76,19 @@ class CheckedExecutor:
         assert list(arrays.positions[first:end]) == list(range(start, start + end - first))
         # Listed drafts may be wrong; what they store is stored again.
         length = start + 1 if flags & _core.DRAFT_IDS else start + end - first
-        prompt = self.prompts[seed]
-        wanted = (prompt + self.script.answer(seed, max(0, length - len(prompt))))[:length]
+        wanted = self._text(seed, length)
         blocks = arrays.block_tables[seat][: -(-length // self.block_size)]
         slots = (blocks[:, None].astype(np.int64) * self.block_size + np.arange(self.block_size)).ravel()[
             :length
         ]
         assert list(self.kv[slots]) == wanted, f"step {view.step}, row {row}: the context is another's"
         self.num_checked_rows += 1
+
+    def _text(self, seed: int, length: int) -> list[int]:
+        """The first tokens of a request's prompt and answer."""
+        if len(self.texts.get(seed, ())) < length:
+            self.texts[seed] = self.prompts[seed] + self.script.answer(seed, length + 64)
+        return self.texts[seed][:length]
 
     def sample(self, view: StepView, masks: HostMasks | None) -> PendingIds:
         return self.inner.sample(view, masks)
