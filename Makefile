@@ -29,6 +29,7 @@ RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -name '*.rs'
 EXTENSION    := $(wildcard python/noria/_core*.so)
 # The binding is a module for Python to load: its tests are in tests/, in Python.
 RUST_TESTED  := --workspace --exclude noria-binding
+PY_BENCHES   := $(shell find benches -name 'bench_*.py')
 
 # Installs $(1) within the pinned versions. Where $(VENV) takes its torch from the system, pip does it, for uv does
 # not see the system's packages; that torch is then the pinned one.
@@ -53,9 +54,9 @@ install: $(VENV)/.stamp-core ## Make the environment from pinned versions, and b
 demo: install $(VENV)/.stamp-model ## Serve 64 chats on 8 seats with a real model; then compare three ways of batching
 	$(BIN)/noria demo $(ARGS)
 
-test: lint test-rust test-python ## Run every linter and every test
+test: lint test-rust test-bench test-python ## Run every linter and every test, and each bench once
 
-.PHONY: lint test-rust test-python
+.PHONY: lint test-rust test-bench test-python
 lint: install ## Check format, lints, types and the core's stub
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets $(LOCKED) -- -D warnings
@@ -65,12 +66,15 @@ lint: install ## Check format, lints, types and the core's stub
 	$(PY) -m mypy.stubtest noria._core --mypy-config-file pyproject.toml
 
 test-rust: ## Run the core's tests; ARGS go to cargo nextest, or to cargo test
-	@command -v valgrind > /dev/null || echo 'valgrind is not installed: tests that count instructions are skipped'
 	@if cargo nextest --version > /dev/null 2>&1; then \
 		set -x; cargo nextest run $(RUST_TESTED) $(LOCKED) $(ARGS) && cargo test --doc $(RUST_TESTED) $(LOCKED); \
 	else \
 		set -x; cargo test $(RUST_TESTED) $(LOCKED) $(ARGS); \
 	fi
+
+test-bench: install ## Run each bench once, at its smallest size; instructions are held to their limits
+	cargo bench $(RUST_TESTED) $(LOCKED) -- --test
+	$(if $(PY_BENCHES),$(PY) -m pytest $(PY_BENCHES))
 
 test-python: install $(VENV)/.stamp-model ## Run the tests across the boundary; ARGS go to pytest
 	$(PY) -m pytest $(ARGS)
@@ -81,7 +85,7 @@ test-python: export OMP_NUM_THREADS ?= 2
 .PHONY: bench wheel fmt lock clean
 bench: install $(VENV)/.stamp-model ## Time the core, and the boundary
 	cargo bench $(RUST_TESTED) $(LOCKED)
-	$(PY) -m pytest benches --benchmark-enable $(ARGS)
+	$(if $(PY_BENCHES),$(PY) -m pytest $(PY_BENCHES) --benchmark-enable $(ARGS))
 
 wheel: $(VENV)/.stamp-deps ## Build the wheel and the source distribution into dist/
 	$(BIN)/maturin sdist --out dist
