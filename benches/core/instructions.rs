@@ -1,0 +1,179 @@
+//! Instructions a sequence-step in steady decode, counted by callgrind: the same in every run, on every machine of a kind.
+//!
+//! `cargo bench --bench instructions [-- SIZE...]` runs itself under valgrind once a size, prints what each verb costs
+//! beside the limits, and fails where one is exceeded. `-- --test` counts only the two sizes that the limits need.
+
+mod workload;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+use workload::{Meter, SteadyDecode, Verb};
+
+const SIZES: [u32; 4] = [64, 256, 1024, 4096];
+/// Instructions a sequence-step, at most; all verbs together.
+const MAX_PER_ROW: f64 = 250.0;
+/// What a step of the second size may cost, in steps of the first.
+const GROWTH_SIZES: [u32; 2] = [256, 4096];
+const MAX_GROWTH: f64 = 17.0;
+const NUM_TURNS: u32 = 50;
+/// The first argument of a run that is to be counted.
+const COUNTED: &str = "--counted";
+
+/// Each verb in a function of its own, which callgrind knows by its name.
+struct Counted;
+
+impl Meter for Counted {
+    fn measure<T>(&mut self, verb: Verb, call: impl FnOnce() -> T) -> T {
+        match verb {
+            Verb::Submit => counted_submit(call),
+            Verb::Plan => counted_plan(call),
+            Verb::Commit => counted_commit(call),
+        }
+    }
+}
+
+#[inline(never)]
+fn counted_submit<T>(call: impl FnOnce() -> T) -> T {
+    call()
+}
+
+#[inline(never)]
+fn counted_plan<T>(call: impl FnOnce() -> T) -> T {
+    call()
+}
+
+#[inline(never)]
+fn counted_commit<T>(call: impl FnOnce() -> T) -> T {
+    call()
+}
+
+const COUNTED_VERBS: [&str; 3] = ["counted_submit", "counted_plan", "counted_commit"];
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if args.first().is_some_and(|arg| arg == COUNTED) {
+        run_counted(args[1].parse().expect("a size is a number"));
+        return ExitCode::SUCCESS;
+    }
+    if Command::new("valgrind").arg("--version").output().is_err() {
+        println!("valgrind is not installed: instructions are not counted");
+        return ExitCode::SUCCESS;
+    }
+    // `cargo bench` adds an argument of its own.
+    let given: Vec<u32> = args
+        .iter()
+        .filter(|arg| !arg.starts_with("--"))
+        .map(|arg| arg.parse().expect("a size is a number"))
+        .collect();
+    let is_trial = args.iter().any(|arg| arg == "--test");
+    report(match given.is_empty() {
+        false => &given,
+        true if is_trial => &GROWTH_SIZES,
+        true => &SIZES,
+    })
+}
+
+/// The run under valgrind: only what `Counted` measures is counted.
+fn run_counted(running: u32) {
+    let mut steady = SteadyDecode::new(running);
+    let num_rows: u32 = (0..NUM_TURNS).map(|_| steady.turn(&mut Counted)).sum();
+    steady.assert_steady();
+    println!("{num_rows}");
+}
+
+fn report(sizes: &[u32]) -> ExitCode {
+    println!("instructions a sequence-step; the limit is {MAX_PER_ROW}");
+    println!("running   submit     plan   commit    total   instructions a step");
+    let mut is_within = true;
+    let mut per_step = BTreeMap::new();
+    for &running in sizes {
+        let (num_rows, counts) = count(running);
+        let total: f64 = counts.iter().copied().map(f64::from).sum();
+        let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
+        let per_row = total / f64::from(num_rows);
+        let step = total / f64::from(NUM_TURNS);
+        println!("{running:7} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1} {step:21.0}");
+        is_within &= per_row <= MAX_PER_ROW;
+        per_step.insert(running, step);
+    }
+    if let [Some(small), Some(large)] = GROWTH_SIZES.map(|running| per_step.get(&running)) {
+        let growth = large / small;
+        let [small, large] = GROWTH_SIZES;
+        println!(
+            "{large} running cost {growth:.2} times {small} running; the limit is {MAX_GROWTH}"
+        );
+        is_within &= growth <= MAX_GROWTH;
+    }
+    if is_within {
+        ExitCode::SUCCESS
+    } else {
+        println!("over the limit");
+        ExitCode::FAILURE
+    }
+}
+
+/// The rows of a counted run, and the instructions of each verb.
+fn count(running: u32) -> (u32, [u32; 3]) {
+    let profile =
+        std::env::temp_dir().join(format!("noria-{}-{running}.callgrind", std::process::id()));
+    let run = Command::new("valgrind")
+        .args(["--tool=callgrind", "--quiet", "--collect-atstart=no"])
+        .args(COUNTED_VERBS.map(|verb| format!("--toggle-collect=*{verb}*")))
+        .arg(format!("--callgrind-out-file={}", profile.display()))
+        .arg(std::env::current_exe().expect("this program has a path"))
+        .args([COUNTED, &running.to_string()])
+        .output()
+        .expect("valgrind runs");
+    assert!(
+        run.status.success(),
+        "the counted run failed: {}",
+        String::from_utf8_lossy(&run.stderr)
+    );
+    let num_rows = String::from_utf8_lossy(&run.stdout).trim().parse();
+    let counts = inclusive(&profile);
+    if std::env::var_os("NORIA_KEEP_PROFILE").is_some() {
+        println!("{}", profile.display());
+    } else {
+        std::fs::remove_file(&profile).expect("the profile was written");
+    }
+    (num_rows.expect("the run prints its rows"), counts)
+}
+
+/// Inclusive instructions of each counted verb: after a call's `cfn=` and `calls=` lines stands what the call cost.
+fn inclusive(profile: &Path) -> [u32; 3] {
+    let text = std::fs::read_to_string(profile).expect("callgrind wrote its profile");
+    let mut names = BTreeMap::new();
+    let mut counts = [0; 3];
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        // A name stands beside its number once, and is its number from then on.
+        for prefix in ["fn=", "cfn="] {
+            if let Some((number, name)) = line
+                .strip_prefix(prefix)
+                .and_then(|rest| rest.split_once(' '))
+            {
+                names.insert(number, name);
+            }
+        }
+        let Some(callee) = line.strip_prefix("cfn=") else {
+            continue;
+        };
+        let number = callee
+            .split(' ')
+            .next()
+            .expect("split gives one part at least");
+        let verb = COUNTED_VERBS
+            .iter()
+            .position(|verb| names.get(number).is_some_and(|name| name.contains(verb)));
+        let cost = lines
+            .find(|line| !line.starts_with("calls="))
+            .and_then(|line| line.split(' ').nth(1))
+            .expect("a call has a cost");
+        if let Some(verb) = verb {
+            counts[verb] += cost.parse::<u32>().expect("a cost is a number");
+        }
+    }
+    counts
+}
