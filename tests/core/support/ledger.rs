@@ -111,6 +111,7 @@ impl Ledger {
             if account.is_live() {
                 if row.max_ids() > 0 && ids.is_empty() {
                     account.end = Some((FinishReason::Error, account.num_output));
+                    account.suspect_until = None;
                 }
                 if !ids.is_empty() || account.suspect_until <= Some(row.start + row.count) {
                     account.suspect_until = None;

@@ -161,6 +161,10 @@ impl Scheduler {
         sequence.num_rows_in_flight -= 1;
         sequence.num_draft_rows_in_flight -= u32::from(num_drafts > 0);
         if sequence.is_ghost() {
+            // It goes on behind the drafts that were right.
+            if sequence.residency == row.residency {
+                sequence.num_planned -= num_drafts.min(row.max_ids - ids.len() as u32);
+            }
             return nothing;
         }
         if row.max_ids > 0 && ids.is_empty() {
