@@ -31,6 +31,12 @@ def check_writable(path: Path) -> None:
     """
     if path == STDOUT:
         return
+    if str(path).startswith("-"):
+        raise ConfigError(
+            f"output file {path} looks like a flag; write ./{path} if it is one",
+            name="output_json",
+            value=str(path),
+        )
     if path.is_dir():
         raise ConfigError(f"output file {path} is a folder", name="output_json", value=str(path))
     if not path.parent.is_dir():

@@ -133,7 +133,7 @@ def torch_engines(model: "Model") -> EngineFactory:
     from noria.runner.torch_runner import TorchExecutor
 
     def start(config: "EngineConfig") -> Engine:
-        resolved = config.resolve(model.config, model.dtype.itemsize, kv_memory_budget(model.device))
+        resolved = config.resolve(model.config, model.dtype, kv_memory_budget(model.device))
         core = resolved.core()
         kv = KvCache(model.config, resolved.num_kv_blocks, config.block_size, model.dtype, model.device)
         return start_engine(core, TorchExecutor(model, kv, core.layout), depth=config.depth)
@@ -159,7 +159,7 @@ def run_throughput(
         on_events: called after each turn; its time counts as wall time.
 
     Raises:
-        RejectedError: a request does not fit the engine; the text names its entry.
+        RejectedError: a request does not fit the KV cache.
         NoriaError: a request ended otherwise than by its length.
     """
     engine = start(config)
@@ -186,12 +186,8 @@ def run_throughput(
 
 def _submit_all(engine: Engine, workload: Workload) -> None:
     for number, request in enumerate(workload.requests):
-        params = _greedy(request.max_tokens)
-        init = SeatInit(params, number, len(request.prompt_token_ids))
-        try:
-            engine.submit(request.prompt_token_ids, init, request.max_tokens)
-        except NoriaError as error:
-            raise ConfigError(f"workload entry {number}: {error}", name="workload", value=number) from None
+        init = SeatInit(_greedy(request.max_tokens), number, len(request.prompt_token_ids))
+        engine.submit(request.prompt_token_ids, init, request.max_tokens)
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -65,10 +65,31 @@ class Workload:
         """Tokens a static batch of any of these may reserve for a row: longest prompt + longest output."""
         return int(self.prompt_lengths.max() + self.output_lengths.max())
 
-    @property
-    def largest_token_id(self) -> int:
-        """Of all prompts."""
-        return max(int(request.prompt_token_ids.max()) for request in self.requests)
+    def check_fits(self, *, max_model_len: int, vocab_size: int) -> None:
+        """Refuses a request that a model cannot answer in full, before anything runs.
+
+        Raises:
+            ConfigError: prompt and output exceed `max_model_len`, or a token id is not in the
+                vocabulary; the text names the entry (from 0).
+        """
+        lengths = self.prompt_lengths + self.output_lengths
+        if int(lengths.max()) > max_model_len:
+            number = int(np.argmax(lengths > max_model_len))
+            request = self.requests[number]
+            raise ConfigError(
+                f"workload entry {number} needs {lengths[number]} tokens ({len(request.prompt_token_ids)} of "
+                f"prompt, {request.max_tokens} of output); the context is {max_model_len}",
+                name="workload",
+                value=number,
+            )
+        for number, request in enumerate(self.requests):
+            largest = int(request.prompt_token_ids.max())
+            if largest >= vocab_size:
+                raise ConfigError(
+                    f"workload entry {number}: prompt_token_ids has {largest}; ids end at {vocab_size - 1}",
+                    name="workload",
+                    value=number,
+                )
 
 
 def synthetic_workload(

