@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use noria_core::{Config, Drafts, Handle, Planned, Request, Scheduler, StepId, flags, header};
+use noria_core::{Config, Drafts, Planned, Request, Scheduler, StepId, flags, header};
 
 /// Tokens of each prompt; no two prompts share a block.
 pub(crate) const PROMPT_TOKENS: usize = 128;
@@ -61,7 +61,7 @@ impl Ids {
 /// A core in steady decode, at the depth and block size of the engine's defaults.
 pub(crate) struct SteadyDecode {
     pub(crate) core: Scheduler,
-    running: u32,
+    num_wanted: u32,
     ids: Ids,
     /// Steps planned and their buffers, oldest first.
     pub(crate) in_flight: VecDeque<(StepId, Vec<i32>)>,
@@ -80,8 +80,8 @@ impl SteadyDecode {
             num_blocks: running * longest.div_ceil(BLOCK_SIZE) + 64,
             block_size: BLOCK_SIZE,
             max_num_seqs: running,
-            // Room for a few times the newcomers of a step, so that no prompt is cut.
-            max_num_batched_tokens: running + PROMPT_TOKENS as u32 * (running / 25).max(8),
+            // Room for twice the newcomers of a step, so that no prompt is cut.
+            max_num_batched_tokens: running + PROMPT_TOKENS as u32 * (running / 50).max(4),
             vocab_size: VOCAB_SIZE as u32,
             depth: DEPTH,
             ..Config::default()
@@ -90,31 +90,28 @@ impl SteadyDecode {
         let spare = (0..=DEPTH).map(|_| vec![0; core.layout().size]).collect();
         let mut steady = Self {
             core,
-            running,
+            num_wanted: 0,
             ids: Ids::new(running.into()),
             in_flight: VecDeque::new(),
             spare,
             num_ids: Vec::new(),
             sampled: Vec::new(),
         };
-        for i in 0..running {
-            // The first lives are staggered, so that as many end in each step.
-            steady.submit(1 + i % OUTPUT_TOKENS, &mut Unmeasured);
-        }
-        for _ in 0..WARM_TURNS {
+        for turn in 1..=WARM_TURNS {
+            // As many join in each step of the first lives, so that as many end in each step for ever.
+            steady.num_wanted = (running * turn).div_ceil(OUTPUT_TOKENS).min(running);
             steady.turn(&mut Unmeasured);
         }
         steady
     }
 
-    /// Plans up to the depth, commits the oldest step, and replaces what ended; the rows committed.
+    /// Replaces what ended, plans up to the depth, and commits the oldest step; the rows committed.
     pub(crate) fn turn(&mut self, meter: &mut impl Meter) -> u32 {
-        while self.plan(meter) {}
-        let num_rows = self.commit(meter);
-        while self.core.num_running() + self.core.num_waiting() < self.running {
-            self.submit(OUTPUT_TOKENS, meter);
+        while self.core.num_running() + self.core.num_waiting() < self.num_wanted {
+            self.submit(meter);
         }
-        num_rows
+        while self.plan(meter) {}
+        self.commit(meter)
     }
 
     /// Panics unless the last steps were what this bench is about.
@@ -148,16 +145,16 @@ impl SteadyDecode {
         );
     }
 
-    fn submit(&mut self, max_tokens: u32, meter: &mut impl Meter) -> Handle {
+    fn submit(&mut self, meter: &mut impl Meter) {
         let prompt: [i32; PROMPT_TOKENS] = std::array::from_fn(|_| self.ids.draw());
         let request = Request {
             stop_token_ids: &[STOP_ID],
-            ..Request::new(&prompt, max_tokens.into())
+            ..Request::new(&prompt, OUTPUT_TOKENS.into())
         };
         let core = &mut self.core;
         meter
             .measure(Verb::Submit, || core.submit(0, &request))
-            .expect("the request fits")
+            .expect("the request fits");
     }
 
     /// Plans a step, unless the depth is reached.
