@@ -9,5 +9,5 @@ pub(crate) mod world;
 
 pub(crate) use runner::Breakage;
 pub(crate) use truth::Ask;
-pub(crate) use view::{RowView, StepView};
-pub(crate) use world::World;
+pub(crate) use view::StepView;
+pub(crate) use world::{Seen, World};

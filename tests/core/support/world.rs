@@ -4,13 +4,46 @@ use std::collections::{BTreeMap, VecDeque};
 
 use noria_core::{
     Admission, CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, Scheduler,
-    StepId, digest,
+    StepId,
+    digest, flags,
 };
 
 use super::ledger::{Account, Ledger};
 use super::runner::{Breakage, NullRunner, Sampled};
 use super::truth::{Ask, Truth};
 use super::view::StepView;
+
+/// How often what a test is about really happened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) preemptions: u64,
+    pub(crate) hit_tokens: u64,
+    pub(crate) chunks: u64,
+    pub(crate) device_starts: u64,
+    pub(crate) listed_drafts: u64,
+    pub(crate) wasted_tokens: u64,
+    pub(crate) late_failures: u64,
+    pub(crate) confined_steps: u64,
+    pub(crate) errors: u64,
+    pub(crate) ghosts: u64,
+    pub(crate) padding: u64,
+}
+
+impl Seen {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.preemptions += other.preemptions;
+        self.hit_tokens += other.hit_tokens;
+        self.chunks += other.chunks;
+        self.device_starts += other.device_starts;
+        self.listed_drafts += other.listed_drafts;
+        self.wasted_tokens += other.wasted_tokens;
+        self.late_failures += other.late_failures;
+        self.confined_steps += other.confined_steps;
+        self.errors += other.errors;
+        self.ghosts += other.ghosts;
+        self.padding += other.padding;
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct World {
@@ -28,6 +61,7 @@ pub(crate) struct World {
     pub(crate) digests: Vec<u64>,
     pub(crate) num_steps: u64,
     pub(crate) num_failures: u64,
+    seen: Seen,
     last_step: u64,
     discarded: Vec<StepId>,
     now_us: u64,
@@ -54,6 +88,7 @@ impl World {
             digests: Vec::new(),
             num_steps: 0,
             num_failures: 0,
+            seen: Seen::default(),
             last_step: 0,
             discarded: Vec::new(),
             now_us: 0,
@@ -131,7 +166,7 @@ impl World {
         }
         for row in view.sequence_rows() {
             let account = &self.ledger.accounts[&row.handle];
-            let is_ghost = row.has(noria_core::flags::GHOST);
+            let is_ghost = row.has(flags::GHOST);
             assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
             assert!(account.is_live() || self.config.admission == Admission::StaticPadded);
             assert!(!is_ghost || !account.is_live());
@@ -152,6 +187,14 @@ impl World {
             }
         }
         self.is_confined.insert(id.0, is_confined);
+        self.seen.confined_steps += u64::from(is_confined);
+        for row in &view.rows {
+            self.seen.device_starts += u64::from(row.has(flags::DEVICE_START));
+            self.seen.listed_drafts += u64::from(row.has(flags::DRAFT_IDS));
+            self.seen.ghosts += u64::from(row.has(flags::GHOST));
+            self.seen.padding += u64::from(row.has(flags::PADDING));
+            self.seen.chunks += u64::from(row.has(flags::LISTED) && !row.has(flags::SAMPLES));
+        }
         self.digests.push(digest(&layout, &self.buffer));
         self.num_steps += 1;
         self.runner.push(id, view, &self.buffer);
@@ -163,6 +206,17 @@ impl World {
         self.ledger.has_suspects()
             && (self.config.admission == Admission::Optimistic
                 || self.holders.iter().flatten().any(is_suspect))
+    }
+
+    /// What happened so far.
+    pub(crate) fn seen(&self) -> Seen {
+        let mut seen = self.seen;
+        for account in self.ledger.accounts.values() {
+            seen.preemptions += u64::from(account.num_preemptions);
+            seen.hit_tokens += u64::from(account.num_hit_tokens);
+            seen.errors += u64::from(matches!(account.end, Some((FinishReason::Error, _))));
+        }
+        seen
     }
 
     /// The oldest step in flight.
@@ -200,6 +254,7 @@ impl World {
         let is_confined = self.is_confined[&pending.id.0];
         self.ledger.fail(&pending.view, is_confined);
         self.num_failures += 1;
+        self.seen.late_failures += u64::from(!self.sampled.is_empty());
         let now = self.now();
         self.core.fail(pending.id, now);
         self.core.check();
@@ -234,7 +289,7 @@ impl World {
         let mut at = 0;
         for (row, of) in sampled.view.rows.iter().enumerate() {
             let num = sampled.num_ids[row] as usize;
-            if of.has(noria_core::flags::HOST_MASKED) && !is_supplied(of.handle, row) {
+            if of.has(flags::HOST_MASKED) && !is_supplied(of.handle, row) {
                 sampled.ids.drain(at..at + num);
                 sampled.num_ids[row] = 0;
             } else {
@@ -263,6 +318,7 @@ impl World {
         assert_eq!(record.num_output_tokens, totals.num_output);
         assert_eq!(record.num_wasted_tokens, totals.num_wasted);
         assert_eq!(record.num_finished, totals.num_finished);
+        self.seen.wasted_tokens += totals.num_wasted as u64;
         true
     }
 
