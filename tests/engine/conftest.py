@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # A folder of their own: with this one on the path, `import conftest` would find this file.
 sys.path.append(str(Path(__file__).parent / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
 from null_harness import NullRun, build_run
+from tiny_llama import llama_config, save_llama
+
+from noria.models import Model, load_model
 
 
 @pytest.fixture
@@ -28,3 +32,17 @@ def make_run() -> Iterator[Callable[..., NullRun]]:
     for run in runs:
         run.engine.close()
     assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama in float64, without a tokenizer."""
+    directory = tmp_path_factory.mktemp("engine-llama")
+    save_llama(directory, llama_config(num_hidden_layers=2))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_directory: Path) -> Model:
+    """The same, loaded in float64."""
+    return load_model(tiny_directory, dtype="float64", device=torch.device("cpu"))

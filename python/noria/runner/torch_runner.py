@@ -139,7 +139,7 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     """A mark in the device's stream of work; None on the host, where nothing lags behind."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
