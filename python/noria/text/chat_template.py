@@ -25,8 +25,11 @@ from noria.errors import RejectedError, TokenizerError
 Message = Mapping[str, object]
 """One turn: `role`, `content`, and what else the template reads."""
 
-_MAX_PASSES = 1_000_000
-"""Loop passes and calls of one rendering: seconds of them. A long chat needs some thousands."""
+_MAX_PASSES = 2_000_000
+"""Loop passes of one rendering: seconds of them. A chat of a hundred turns needs some thousands."""
+
+_PASSES_A_CALL = 10
+"""A call takes the time of so many loop passes."""
 
 _MAX_REPEATED = 1_000_000
 """Most characters or items that a template may make by multiplication."""
@@ -44,8 +47,8 @@ class _Budget:
     def __init__(self, num_passes: int) -> None:
         self._left = num_passes
 
-    def spend(self) -> None:
-        self._left -= 1
+    def spend(self, num_passes: int) -> None:
+        self._left -= num_passes
         if self._left < 0:
             raise jinja2.TemplateRuntimeError(f"it takes more than {_MAX_PASSES} loop passes and calls")
 
@@ -61,9 +64,14 @@ class _Environment(ImmutableSandboxedEnvironment):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
         return tree
 
-    # Jinja's own names for the parameters: a template's keyword arguments may have any other.
-    def call(__self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:  # noqa: N805
-        __context.parent[_BUDGET].spend()
+    def call(
+        __self,  # noqa: N805 — a template's keyword arguments may have any name but these
+        __context: Context,
+        __obj: object,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        __context.parent[_BUDGET].spend(_PASSES_A_CALL)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
@@ -98,6 +106,7 @@ class _Namespace(jinja2.utils.Namespace):
     def __init__(*args: object, **kwargs: object) -> None:
         self, *rest = args
         assert isinstance(self, _Namespace)
+        jinja2.utils.Namespace.__init__(self)
         for name, value in dict(*rest, **kwargs).items():
             self[name] = value
 
@@ -111,7 +120,7 @@ class _Namespace(jinja2.utils.Namespace):
 def _counted(context: Context, items: Iterable[object]) -> Iterator[object]:
     spend = context.parent[_BUDGET].spend
     for item in items:
-        spend()
+        spend(1)
         yield item
 
 

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import tokenizers
 from tokenizers import decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
 
 from noria.errors import ModelError, TokenizerError
 from noria.loading.gguf_file import GgufFile
-from noria.text.hf_tokenizer import set_ends
 from noria.text.pre_tokenizers import PRE_TOKENIZERS
 from noria.text.tokenizer import Tokenizer
 
@@ -66,12 +66,11 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
             raise TokenizerError(
                 f"{path}: a {name} is to be added to texts, but {_SPECIAL_KEYS[name]} is missing"
             )
-    if adds_bos or adds_eos:
-        set_ends(
-            backend,
-            special_tokens["bos_token"] if adds_bos else None,
-            special_tokens["eos_token"] if adds_eos else None,
-        )
+    _add_ends(
+        backend,
+        special_tokens["bos_token"] if adds_bos else None,
+        special_tokens["eos_token"] if adds_eos else None,
+    )
     chat_template = file.metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
@@ -158,6 +157,8 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[tokenizers
     except Exception as error:  # tokenizers raises bare Exception: a merge of what is no token
         raise TokenizerError(f"{file.path}: merges and tokens do not match ({error})") from error
     backend = tokenizers.Tokenizer(model)
+    if rule.normalizes:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = rule.build()
     backend.decoder = decoders.ByteLevel()
     return backend, rule.adds_bos
@@ -233,6 +234,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     backend.add_tokens(
         [tokenizers.AddedToken(token, normalized=False) for token, kind in by_type if kind == _USER_DEFINED]
     )
+
+
+def _add_ends(backend: tokenizers.Tokenizer, bos_token: str | None, eos_token: str | None) -> None:
+    """Puts tokens around every text that is encoded with special tokens."""
+    ends = [token for token in (bos_token, eos_token) if token is not None]
+    if ends:
+        # As a list, not as one string: a token may hold spaces.
+        parts = [token for token in (bos_token, "$A", eos_token) if token is not None]
+        ids = [(token, backend.token_to_id(token)) for token in ends]
+        backend.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=ids)
 
 
 def _special_ids(file: GgufFile, vocabulary: _Vocabulary, defaults: dict[str, int]) -> dict[str, int]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from noria.errors import TokenizerError
 from noria.text.tokenizer import Tokenizer
@@ -20,8 +19,8 @@ def load_hf_tokenizer(path: Path) -> Tokenizer:
 
     Read are `tokenizer.json`, and where they exist `tokenizer_config.json`, `chat_template.jinja` (else
     `chat_template.json`, else the template in `tokenizer_config.json`), `generation_config.json` and
-    `config.json`. As in transformers, explicit `add_bos_token` and `add_eos_token` win over what
-    `tokenizer.json` adds.
+    `config.json`. What is put around a text is what `tokenizer.json` says: `add_bos_token` and
+    `add_eos_token` of `tokenizer_config.json` are passed over, as in transformers.
 
     Raises:
         TokenizerError: `tokenizer.json` is missing, or a file is not as it must be.
@@ -45,7 +44,6 @@ def load_hf_tokenizer(path: Path) -> Tokenizer:
             raise TokenizerError(
                 f"{path}: {name} {special_tokens[name]!r} of tokenizer_config.json is not in the vocabulary"
             )
-    _set_ends(backend, config, special_tokens, path)
     return Tokenizer(
         backend,
         eos_token_ids=_eos_token_ids(path, backend, special_tokens),
@@ -97,31 +95,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Config, path: Path) -> No
                 f"{path}: tokenizer_config.json gives {text!r} the id {token_id}, "
                 f"tokenizer.json {backend.token_to_id(text)}"
             )
-
-
-def _set_ends(
-    backend: tokenizers.Tokenizer, config: Config, special_tokens: Mapping[str, str], path: Path
-) -> None:
-    """Sets what is added around a text, where `tokenizer_config.json` says it."""
-    adds = {name: config.get(f"add_{name}") for name in ("bos_token", "eos_token")}
-    if all(value is None for value in adds.values()):
-        return
-    for name, value in adds.items():
-        if value and name not in special_tokens:
-            raise TokenizerError(f"{path}: tokenizer_config.json sets add_{name}, but no {name}")
-    set_ends(
-        backend,
-        special_tokens["bos_token"] if adds["bos_token"] else None,
-        special_tokens["eos_token"] if adds["eos_token"] else None,
-    )
-
-
-def set_ends(backend: tokenizers.Tokenizer, bos_token: str | None, eos_token: str | None) -> None:
-    """Puts tokens around every text that is encoded with special tokens."""
-    parts = [token for token in (bos_token, "$A", eos_token) if token is not None]
-    ids = [(token, backend.token_to_id(token)) for token in (bos_token, eos_token) if token is not None]
-    # As a list, not as one string: a token may hold spaces.
-    backend.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=ids)
 
 
 def _eos_token_ids(

@@ -3,6 +3,9 @@
 A GGUF file names its rule and does not hold it: `tokenizer.ggml.pre`. The rules are the models' own, as
 published in their `tokenizer.json`; which name means which is read from llama.cpp (`src/llama-vocab.cpp`). A
 name that is not here is an error: text cut by a wrong rule still encodes, into more tokens and worse answers.
+
+llama.cpp gives the same tokens but where it departs from the models: it does not compose characters for
+`qwen2`, and does not count combining marks as letters for `tekken` and `gpt-4o`.
 """
 
 from dataclasses import dataclass
@@ -37,11 +40,13 @@ class PreTokenizerRule:
         patterns: each cuts the pieces that the one before left into what it matches and what lies between.
         ignores_merges: a piece that is a token is taken whole, even if no merges lead to it.
         adds_bos: a text begins with the beginning of sequence, unless the file says otherwise.
+        normalizes: characters are composed first (NFC).
     """
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False
     adds_bos: bool = False
+    normalizes: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         """The rule, and bytes written as symbols."""
@@ -66,9 +71,10 @@ _RULES: tuple[tuple[PreTokenizerRule, tuple[str, ...]], ...] = (
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     ),
     (PreTokenizerRule((_LLAMA3,)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
+    (PreTokenizerRule((_QWEN2,), normalizes=True), ("qwen2",)),
     (
         PreTokenizerRule((_QWEN2,)),
-        ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+        ("deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
     ),
     (PreTokenizerRule((_TEKKEN,), ignores_merges=True, adds_bos=True), ("tekken",)),
     (PreTokenizerRule((_GPT4O,)), ("gpt-4o", "llama4", "kanana2")),

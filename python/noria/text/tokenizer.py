@@ -105,10 +105,10 @@ class Tokenizer:
         """The text of tokens; U+FFFD where their bytes are no UTF-8.
 
         Args:
-            ids: a text's tokens. One past the vocabulary, as a model with padded logits gives, is nothing.
+            ids: a text's tokens. An id past the vocabulary, as padded logits may give, is nothing.
             skip_special_tokens: leaves special tokens out.
-            after_prompt: the text goes on after another one. Some tokenizers put a space before every text and
-                take it off again; then such a space belongs to the text.
+            after_prompt: the text goes on after another one. Some tokenizers put a space before every text
+                and take it off again; then such a space belongs to the text.
 
         Raises:
             TokenOutOfRangeError: a negative id.
