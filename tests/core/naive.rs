@@ -1,0 +1,333 @@
+//! A second core, written to be read: optimistic admission without drafts or failures, every question answered by a scan.
+//! Blocks are contents, the cache is a search, keys are sorted anew. It shares no code with the first.
+
+use std::collections::BTreeMap;
+
+use noria_core::{Config, KeyPolicy};
+
+use crate::support::Ask;
+
+/// `(band, arrival)`.
+pub(crate) type Key = (i32, u64);
+
+/// What a block holds: its salt, and all tokens up to its end.
+type Content = (u128, Vec<i32>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Parked,
+    Waiting,
+    Running,
+}
+
+/// A row of a plan: handle, start, count, whether it samples.
+pub(crate) type Row = (u64, u32, u32, bool);
+
+/// What a plan tells: handle, what, prompt tokens found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Told {
+    Preempted(u64),
+    Entered(u64, u32),
+}
+
+#[derive(Debug)]
+struct Block {
+    num_holders: u32,
+    content: Option<Content>,
+}
+
+#[derive(Debug)]
+struct Sequence {
+    key: Key,
+    state: State,
+    ask: Ask,
+    tokens: Vec<i32>,
+    max_output: u32,
+    table: Vec<usize>,
+    planned: u32,
+    computed: u32,
+    /// Leading blocks that were offered to the cache.
+    offered: u32,
+    has_sampled: bool,
+    residency: u32,
+    /// Rows in flight: residency, whether it samples.
+    in_flight: Vec<(u32, bool)>,
+}
+
+impl Sequence {
+    fn num_tokens(&self) -> u32 {
+        self.tokens.len() as u32
+    }
+
+    fn num_pending(&self) -> u32 {
+        self.in_flight.iter().filter(|row| row.1).count() as u32
+    }
+
+    fn max_output_in_flight(&self) -> u32 {
+        self.num_tokens() - self.ask.prompt.len() as u32 + self.num_pending()
+    }
+
+    fn ends_in_flight(&self) -> bool {
+        self.num_pending() > 0 && self.max_output_in_flight() >= self.max_output
+    }
+}
+
+/// What is decided anew in each plan.
+#[derive(Debug, Default)]
+struct Plan {
+    left: u32,
+    num_partial: u32,
+    decodes: Vec<u64>,
+    /// Handle, start, count.
+    prefills: Vec<(u64, u32, u32)>,
+    /// Residents with a prompt to go.
+    owing: Vec<u64>,
+    gone: Vec<u64>,
+    told: Vec<Told>,
+    num_certain: Option<u32>,
+    ranking: Option<Vec<u64>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Naive {
+    config: Config,
+    blocks: Vec<Block>,
+    /// Blocks without a holder, with content; the next to be evicted first.
+    cached: Vec<usize>,
+    sequences: BTreeMap<u64, Sequence>,
+    /// Handles and residencies of each step's rows.
+    steps: Vec<Vec<(u64, u32, u32, bool)>>,
+    next_arrival: u64,
+    plan: Plan,
+}
+
+impl Naive {
+    pub(crate) fn new(config: &Config) -> Self {
+        let blocks = (0..config.num_blocks).map(|_| Block { num_holders: 0, content: None }).collect();
+        Self {
+            config: config.clone(),
+            blocks,
+            cached: Vec::new(),
+            sequences: BTreeMap::new(),
+            steps: Vec::new(),
+            next_arrival: 0,
+            plan: Plan::default(),
+        }
+    }
+
+    pub(crate) fn submit(&mut self, handle: u64, ask: &Ask) {
+        let band = if self.config.key == KeyPolicy::Priority { ask.priority } else { 0 };
+        let room = i64::from(self.config.max_model_len) - ask.prompt.len() as i64;
+        let sequence = Sequence {
+            key: (band, self.next_arrival),
+            state: if ask.parked { State::Parked } else { State::Waiting },
+            ask: ask.clone(),
+            tokens: ask.prompt.clone(),
+            max_output: ask.max_tokens.min(room) as u32,
+            table: Vec::new(),
+            planned: 0,
+            computed: 0,
+            offered: 0,
+            has_sampled: false,
+            residency: 0,
+            in_flight: Vec::new(),
+        };
+        self.next_arrival += 1;
+        self.sequences.insert(handle, sequence);
+    }
+
+    pub(crate) fn unpark(&mut self, handle: u64) {
+        self.sequences.get_mut(&handle).expect("it is parked").state = State::Waiting;
+    }
+
+    pub(crate) fn end(&mut self, handle: u64) {
+        self.release(handle);
+        self.sequences.remove(&handle);
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.cached.clear();
+        for block in &mut self.blocks {
+            block.content = None;
+        }
+    }
+
+    /// Free, cached and held blocks.
+    pub(crate) fn pool(&self) -> (u32, u32, u32) {
+        let held = self.blocks.iter().filter(|block| block.num_holders > 0).count();
+        let cached = self.cached.len();
+        ((self.blocks.len() - held - cached) as u32, cached as u32, held as u32)
+    }
+
+    fn available(&self) -> u32 {
+        let (free, cached, _) = self.pool();
+        free + cached
+    }
+
+    fn blocks_for(&self, num_tokens: u32) -> u32 {
+        num_tokens.div_ceil(self.config.block_size)
+    }
+
+    fn sequence(&self, handle: u64) -> &Sequence {
+        &self.sequences[&handle]
+    }
+
+    fn sequence_mut(&mut self, handle: u64) -> &mut Sequence {
+        self.sequences.get_mut(&handle).expect("it lives")
+    }
+
+    fn handles(&self, state: State) -> Vec<u64> {
+        let mut handles: Vec<u64> = self.sequences.keys().copied().collect();
+        handles.retain(|&handle| self.sequence(handle).state == state);
+        handles.sort_by_key(|&handle| self.sequence(handle).key);
+        handles
+    }
+
+    fn release(&mut self, handle: u64) {
+        for at in core::mem::take(&mut self.sequence_mut(handle).table).into_iter().rev() {
+            let block = &mut self.blocks[at];
+            block.num_holders -= 1;
+            if block.num_holders == 0 && block.content.is_some() {
+                self.cached.push(at);
+            }
+        }
+    }
+
+    fn preempt(&mut self, handle: u64) {
+        self.release(handle);
+        let sequence = self.sequence_mut(handle);
+        sequence.state = State::Waiting;
+        (sequence.planned, sequence.computed, sequence.offered) = (0, 0, 0);
+        sequence.has_sampled = false;
+        sequence.residency += 1;
+        let num_before = self.plan.decodes.len();
+        self.plan.decodes.retain(|&decode| decode != handle);
+        self.plan.left += (num_before - self.plan.decodes.len()) as u32;
+        self.plan.gone.push(handle);
+        self.plan.told.push(Told::Preempted(handle));
+    }
+
+    fn take_block(&mut self, handle: u64) {
+        let is_free = |block: &Block| block.num_holders == 0 && block.content.is_none();
+        let at = self.blocks.iter().position(is_free).unwrap_or_else(|| self.cached.remove(0));
+        self.blocks[at] = Block { num_holders: 1, content: None };
+        self.sequence_mut(handle).table.push(at);
+    }
+
+    fn content(&self, handle: u64, column: u32) -> Content {
+        let sequence = self.sequence(handle);
+        let end = (column + 1) * self.config.block_size;
+        (sequence.ask.salt, sequence.tokens[..end as usize].to_vec())
+    }
+
+    fn find(&self, content: &Content) -> Option<usize> {
+        self.blocks.iter().position(|block| block.content.as_ref() == Some(content))
+    }
+
+    /// Makes full blocks up to `filled` tokens findable.
+    fn offer(&mut self, handle: u64, filled: u32) {
+        while self.config.enable_prefix_caching
+            && (self.sequence(handle).offered + 1) * self.config.block_size <= filled
+        {
+            let column = self.sequence(handle).offered;
+            let content = self.content(handle, column);
+            if self.find(&content).is_none() {
+                let at = self.sequence(handle).table[column as usize];
+                self.blocks[at].content = Some(content);
+            }
+            self.sequence_mut(handle).offered += 1;
+        }
+    }
+
+    /// Commits the oldest step with what each row sampled; those that ended.
+    pub(crate) fn commit(&mut self, num_ids: &[i32], mut ids: &[i32]) {
+        let rows = self.steps.remove(0);
+        for (&(handle, residency, count, samples), &num) in rows.iter().zip(num_ids) {
+            let (sampled, rest) = ids.split_at(num as usize);
+            ids = rest;
+            let Some(sequence) = self.sequences.get_mut(&handle) else {
+                continue;
+            };
+            sequence.in_flight.remove(0);
+            if samples && sampled.is_empty() {
+                self.end(handle);
+                continue;
+            }
+            let is_current = sequence.residency == residency && sequence.state == State::Running;
+            if is_current {
+                sequence.computed += count;
+            }
+            sequence.tokens.extend(sampled);
+            let is_stop = sampled.iter().any(|id| sequence.ask.stop_ids.contains(id));
+            let num_output = sequence.tokens.len() - sequence.ask.prompt.len();
+            let has_ended = is_stop || num_output as u32 == sequence.max_output;
+            let (computed, num_tokens) = (sequence.computed, sequence.num_tokens());
+            if is_current {
+                self.offer(handle, computed.min(num_tokens));
+            }
+            if has_ended {
+                self.end(handle);
+            }
+        }
+    }
+
+    /// The next step's rows and what else the plan did; no rows where there is no step.
+    pub(crate) fn plan(&mut self) -> (Vec<Row>, Vec<Told>) {
+        self.plan = Plan { left: self.config.max_num_batched_tokens, ..Plan::default() };
+        if self.steps.len() == self.config.depth as usize {
+            return (Vec::new(), Vec::new());
+        }
+        for handle in self.handles(State::Running) {
+            self.plan_decode(handle);
+        }
+        self.walk();
+        let (mut rows, mut step) = (Vec::new(), Vec::new());
+        let mut depart = |sequence: &mut Sequence, row: Row| {
+            sequence.in_flight.push((sequence.residency, row.3));
+            step.push((row.0, sequence.residency, row.2, row.3));
+            rows.push(row);
+        };
+        for handle in core::mem::take(&mut self.plan.decodes) {
+            let sequence = self.sequences.get_mut(&handle).expect("it lives");
+            sequence.planned += 1;
+            let start = sequence.planned - 1;
+            depart(sequence, (handle, start, 1, true));
+        }
+        for (handle, start, count) in core::mem::take(&mut self.plan.prefills) {
+            let sequence = self.sequences.get_mut(&handle).expect("it lives");
+            let samples = sequence.has_sampled;
+            depart(sequence, (handle, start, count, samples));
+        }
+        if !step.is_empty() {
+            self.steps.push(step);
+        }
+        (rows, core::mem::take(&mut self.plan.told))
+    }
+
+    fn plan_decode(&mut self, handle: u64) {
+        let sequence = self.sequence(handle);
+        if sequence.state != State::Running {
+            return;
+        }
+        if !sequence.has_sampled {
+            self.plan.owing.push(handle);
+            return;
+        }
+        if sequence.max_output_in_flight() >= sequence.max_output {
+            return;
+        }
+        if self.blocks_for(sequence.planned + 1) > sequence.table.len() as u32 {
+            while self.available() == 0 {
+                if !self.make_room(handle) {
+                    return;
+                }
+            }
+            self.take_block(handle);
+        }
+        self.plan.decodes.push(handle);
+        self.plan.left -= 1;
+    }
+}
+
+#[path = "naive_walk.rs"]
+mod walk;

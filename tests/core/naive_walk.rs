@@ -1,0 +1,270 @@
+//! The naive core's walk over prefills, its admissions and its victims.
+
+use std::cmp::Reverse;
+
+use super::{Key, Naive, Sequence, State, Told};
+
+impl Naive {
+    fn key(&self, handle: u64) -> Key {
+        self.sequence(handle).key
+    }
+
+    fn num_exclusive(&self, handle: u64) -> u32 {
+        let table = &self.sequence(handle).table;
+        table.iter().filter(|&&at| self.blocks[at].num_holders == 1).count() as u32
+    }
+
+    fn is_reached(&self, handle: u64) -> bool {
+        self.plan.prefills.iter().any(|row| row.0 == handle)
+    }
+
+    /// `true`: a block is available now; `false`: wait, or the sequence itself had to leave.
+    pub(super) fn make_room(&mut self, grower: u64) -> bool {
+        let num_certain = self.plan.num_certain.unwrap_or_else(|| {
+            let running = self.handles(State::Running).into_iter();
+            let ending = running.filter(|&handle| self.sequence(handle).ends_in_flight());
+            ending.map(|handle| self.num_exclusive(handle)).sum()
+        });
+        self.plan.num_certain = Some(num_certain.saturating_sub(1));
+        if num_certain > 0 {
+            return false;
+        }
+        let best = self.handles(State::Running)[0];
+        let victim = self.ranking().into_iter().find(|&handle| {
+            handle != best && (handle == grower || self.may_leave(handle))
+        });
+        if let Some(victim) = victim {
+            self.preempt(victim);
+        }
+        victim.is_some_and(|victim| victim != grower)
+    }
+
+    fn may_leave(&self, handle: u64) -> bool {
+        let is_running = self.sequence(handle).state == State::Running;
+        is_running && !self.is_reached(handle) && !self.plan.gone.contains(&handle)
+    }
+
+    /// Who leaves first, as it was when it was first asked in this plan; newcomers of the plan apart.
+    fn ranking(&mut self) -> Vec<u64> {
+        if let Some(ranking) = &self.plan.ranking {
+            return ranking.clone();
+        }
+        let mut residents = self.handles(State::Running);
+        residents.retain(|&handle| {
+            !self.plan.told.iter().any(|told| matches!(told, Told::Entered(newcomer, _) if *newcomer == handle))
+        });
+        let is_band_best = |handle: u64| {
+            let band = self.key(handle).0;
+            residents.iter().find(|&&other| self.key(other).0 == band) == Some(&handle)
+        };
+        let order = |handle: u64| {
+            let sequence = self.sequence(handle);
+            let most = sequence.ask.prompt.len() as u32 + sequence.max_output - 1;
+            let ends_in_place = sequence.table.len() as u32 >= self.blocks_for(most);
+            let num_recomputed = self.num_exclusive(handle).min(self.blocks_for(sequence.planned));
+            let (band, arrival) = sequence.key;
+            (Reverse(band), is_band_best(handle), ends_in_place, num_recomputed, Reverse(arrival))
+        };
+        let mut ranking = residents.clone();
+        ranking.retain(|&handle| !self.sequence(handle).ends_in_flight());
+        ranking.sort_by_key(|&handle| order(handle));
+        self.plan.ranking = Some(ranking.clone());
+        ranking
+    }
+
+    pub(super) fn walk(&mut self) {
+        let (mut num_passed, mut after, mut is_open) = (0, None::<Key>, true);
+        while self.plan.left > 0 {
+            let resident = self.plan.owing.get(num_passed).copied();
+            let newcomer = self
+                .handles(State::Waiting)
+                .into_iter()
+                .find(|&handle| is_open && after.is_none_or(|after| self.key(handle) > after));
+            match (resident, newcomer) {
+                (Some(resident), newcomer)
+                    if newcomer.is_none_or(|newcomer| self.key(resident).0 <= self.key(newcomer).0) =>
+                {
+                    num_passed += 1;
+                    if self.sequence(resident).state == State::Running {
+                        self.go_on(resident, self.plan.owing.len() - num_passed);
+                    }
+                }
+                (_, Some(newcomer)) => {
+                    after = Some(self.key(newcomer));
+                    is_open = self.admit(newcomer, self.plan.owing.len() - num_passed);
+                }
+                (_, None) => break,
+            }
+        }
+        for i in 0..self.plan.prefills.len() {
+            let (handle, start, count) = self.plan.prefills[i];
+            let sequence = self.sequence(handle);
+            let remaining = sequence.num_tokens() - sequence.planned;
+            if self.plan.left > 0 && remaining > 0 {
+                let num = self.chunk(sequence, &[], self.plan.left, count);
+                self.advance(handle, &[], num, Some((i, start, count)));
+            }
+        }
+    }
+
+    fn num_free_seats(&self) -> u32 {
+        self.config.max_num_seqs - self.handles(State::Running).len() as u32
+    }
+
+    /// What one of `num_others + 1` prefills may take.
+    fn share(&self, num_others: u32) -> u32 {
+        let num_open = self.config.max_partial_prefills.saturating_sub(self.plan.num_partial);
+        let part = self.plan.left / num_open.min(num_others + 1).max(1);
+        let block_size = self.config.block_size;
+        if part >= block_size { part / block_size * block_size } else { self.plan.left.min(block_size) }
+    }
+
+    fn num_newcomers(&self) -> u32 {
+        (self.handles(State::Waiting).len() as u32).min(self.num_free_seats())
+    }
+
+    fn chunk(&self, sequence: &Sequence, hits: &[usize], max_tokens: u32, num_taken: u32) -> u32 {
+        let block_size = self.config.block_size;
+        let start = sequence.planned + hits.len() as u32 * block_size;
+        let remaining = sequence.num_tokens() - start;
+        let most = match self.config.long_prefill_token_threshold {
+            0 => self.plan.left,
+            threshold => self.plan.left.min(threshold.saturating_sub(num_taken)),
+        };
+        if remaining <= most.min(max_tokens) {
+            return remaining;
+        }
+        let may_be_partial = num_taken > 0 || self.plan.num_partial < self.config.max_partial_prefills;
+        if !may_be_partial {
+            return if remaining <= most { remaining } else { 0 };
+        }
+        let most = most.min(max_tokens);
+        let whole = (start + most) / block_size * block_size;
+        if whole > start { whole - start } else { most }
+    }
+
+    fn hits(&self, handle: u64) -> Vec<usize> {
+        let sequence = self.sequence(handle);
+        let held = sequence.table.len() as u32;
+        let is_at_edge = sequence.planned == held * self.config.block_size;
+        if !self.config.enable_prefix_caching || !sequence.ask.reads_prefix_cache || !is_at_edge {
+            return Vec::new();
+        }
+        let last = (sequence.num_tokens() - 1) / self.config.block_size;
+        (held..last).map_while(|column| self.find(&self.content(handle, column))).collect()
+    }
+
+    fn go_on(&mut self, handle: u64, num_behind: usize) {
+        let max_tokens = self.share(num_behind as u32 + self.num_newcomers());
+        loop {
+            let hits = self.hits(handle);
+            let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
+            if num == 0 || self.advance(handle, &hits, num, None) || !self.make_room(handle) {
+                return;
+            }
+        }
+    }
+
+    fn num_unheld(&self, hits: &[usize]) -> u32 {
+        hits.iter().filter(|&&at| self.blocks[at].num_holders == 0).count() as u32
+    }
+
+    fn advance(&mut self, handle: u64, hits: &[usize], num: u32, row: Option<(usize, u32, u32)>) -> bool {
+        let block_size = self.config.block_size;
+        let sequence = self.sequence(handle);
+        let start = sequence.planned + hits.len() as u32 * block_size;
+        let most_blocks =
+            sequence.table.len() as u32 + hits.len() as u32 + self.available() - self.num_unheld(hits);
+        if most_blocks * block_size <= start {
+            return false;
+        }
+        let end = (start + num).min(most_blocks * block_size);
+        for &at in hits {
+            self.cached.retain(|&cached| cached != at);
+            self.blocks[at].num_holders += 1;
+            self.sequence_mut(handle).table.push(at);
+        }
+        while (self.sequence(handle).table.len() as u32) < self.blocks_for(end) {
+            self.take_block(handle);
+        }
+        let sequence = self.sequence_mut(handle);
+        if !hits.is_empty() {
+            sequence.offered = start / block_size;
+            sequence.computed += hits.len() as u32 * block_size;
+        }
+        sequence.planned = end;
+        let is_partial = end < sequence.num_tokens();
+        sequence.has_sampled = !is_partial;
+        match row {
+            Some((i, start, count)) => self.plan.prefills[i] = (handle, start, count + num.min(end - start - count)),
+            None => {
+                self.plan.prefills.push((handle, start, end - start));
+                self.plan.num_partial += u32::from(is_partial);
+            }
+        }
+        self.plan.left -= end - start;
+        self.offer(handle, end);
+        true
+    }
+
+    /// Blocks that the known tokens of running prefills still need.
+    fn debt(&self) -> u32 {
+        let owing = self.handles(State::Running).into_iter().map(|handle| self.sequence(handle));
+        let prefills = owing.filter(|sequence| !sequence.has_sampled);
+        prefills.map(|sequence| self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32).sum()
+    }
+
+    /// Admits or resumes; `false` closes the line behind.
+    fn admit(&mut self, handle: u64, num_behind: usize) -> bool {
+        if !self.sequence(handle).in_flight.is_empty() || self.plan.gone.contains(&handle) {
+            return false;
+        }
+        let hits = self.hits(handle);
+        let max_tokens = self.share(num_behind as u32 + self.num_newcomers().saturating_sub(1));
+        let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
+        if num == 0 || !self.clear_the_way(handle, &hits) {
+            return false;
+        }
+        self.sequence_mut(handle).state = State::Running;
+        let num_hit_tokens = hits.len() as u32 * self.config.block_size;
+        self.plan.told.push(Told::Entered(handle, num_hit_tokens));
+        assert!(self.advance(handle, &hits, num, None));
+        true
+    }
+
+    /// Makes seat and blocks available for a newcomer, at the cost of worse bands; all or nothing.
+    fn clear_the_way(&mut self, handle: u64, hits: &[usize]) -> bool {
+        let num_new = self.blocks_for(self.sequence(handle).num_tokens()) - hits.len() as u32;
+        let mut num_available = self.available() - self.num_unheld(hits);
+        let mut debt = self.debt();
+        let mut has_seat = self.num_free_seats() > 0;
+        let mut num_running = self.handles(State::Running).len();
+        let mut leaving = Vec::new();
+        let band = self.key(handle).0;
+        loop {
+            let watermark = if num_running == 0 { 0 } else { self.config.watermark_blocks };
+            if has_seat && num_new + debt + watermark <= num_available {
+                break;
+            }
+            let next = self.ranking().into_iter().find(|&victim| {
+                self.key(victim).0 > band && self.may_leave(victim) && !leaving.contains(&victim)
+            });
+            let Some(victim) = next else {
+                return false;
+            };
+            let sequence = self.sequence(victim);
+            let freed = |&&at: &&usize| self.blocks[at].num_holders == 1 && !hits.contains(&at);
+            num_available += sequence.table.iter().filter(freed).count() as u32;
+            if !sequence.has_sampled {
+                debt -= self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+            }
+            has_seat = true;
+            num_running -= 1;
+            leaving.push(victim);
+        }
+        for victim in leaving {
+            self.preempt(victim);
+        }
+        true
+    }
+}
