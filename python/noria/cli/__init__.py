@@ -1,5 +1,6 @@
 """The command `noria`. `main` is its entry point; nothing heavy is imported before a command needs it."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 2 for a bad flag, file or model (one line on stderr); 130 after Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A model may say what the terminal's encoding cannot: a question mark there, not a traceback.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     try:
         from cyclopts import CycloptsError
 

@@ -88,7 +88,7 @@ def generate(
         dtype=model_flags.dtype,
         device=model_flags.device,
         max_model_len=model_flags.max_model_len,
-        max_num_seqs=engine_flags.max_num_seqs,
+        max_num_seqs=min(engine_flags.max_num_seqs, len(prompts) + len(given_ids)),  # no more KV than needed
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,
         block_size=engine_flags.block_size,
         num_kv_blocks=engine_flags.num_kv_blocks,
