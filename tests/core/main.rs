@@ -3,6 +3,8 @@
 mod enumerated;
 mod naive;
 mod naive_plans;
+mod prefix_cache;
 mod random_traffic;
+mod refusals;
 mod support;
 mod victims;

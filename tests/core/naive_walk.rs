@@ -100,7 +100,7 @@ impl Naive {
             let (handle, start, count) = self.plan.prefills[i];
             let sequence = self.sequence(handle);
             let remaining = sequence.num_tokens() - sequence.planned;
-            if self.plan.left > 0 && remaining > 0 {
+            if self.plan.left > 0 && remaining > 0 && self.hits(handle).is_empty() {
                 let num = self.chunk(sequence, &[], self.plan.left, count);
                 self.advance(handle, &[], num, Some((i, start, count)));
             }

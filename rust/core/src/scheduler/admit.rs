@@ -130,7 +130,6 @@ impl Scheduler {
             || self.config.admission.is_static()
             || !sequence.reads_prefix_cache
             || !is_at_block_edge
-            || sequence.row.count > 0
         {
             return;
         }
@@ -255,17 +254,23 @@ impl Scheduler {
 
     /// Gives what is left of the budget to prefills that shared it.
     fn top_up(&mut self) {
-        self.pass.hits.clear();
         for i in 0..self.pass.prefill_rows.len() {
             let slot = self.pass.prefill_rows[i];
             if self.pass.num_left == 0 {
                 return;
             }
-            if self.arena[slot].num_unplanned() > 0 {
-                let num_tokens = self.chunk(slot, self.pass.num_left);
-                if num_tokens > 0 {
-                    self.try_advance(slot, num_tokens);
-                }
+            if self.arena[slot].num_unplanned() == 0 {
+                continue;
+            }
+            self.find_hits(slot);
+            if !self.pass.hits.is_empty() {
+                // Another has planned them since: they are found by the next chunk, for this one's row cannot skip them.
+                self.pass.hits.clear();
+                continue;
+            }
+            let num_tokens = self.chunk(slot, self.pass.num_left);
+            if num_tokens > 0 {
+                self.try_advance(slot, num_tokens);
             }
         }
     }
