@@ -9,14 +9,24 @@ use alloc::vec::Vec;
 
 use crate::ids::BlockId;
 
+/// Where the ring of cached blocks begins and ends; no block of the pool.
+const RING: BlockId = BlockId(0);
+
+/// What is known of a block.
+#[derive(Clone, Copy, Debug, Default)]
+struct Account {
+    /// Tables that hold it.
+    num_holders: u32,
+    /// Its neighbours among the cached blocks, if it is one.
+    next: BlockId,
+    previous: BlockId,
+}
+
 /// The pool's accounts. It does not know what a block contains; [`Kv`](crate::Kv) tells it.
 #[derive(Debug)]
 pub struct BlockPool {
-    /// Tables that hold a block, by block.
-    num_holders: Box<[u32]>,
-    /// The cached blocks as a ring through block 0: oldest at `next[0]`, newest at `previous[0]`.
-    next: Box<[u32]>,
-    previous: Box<[u32]>,
+    /// By block. The cached ones are a ring through block 0: its `next` is the oldest, its `previous` the newest.
+    accounts: Box<[Account]>,
     num_cached: u32,
     free: Vec<BlockId>,
 }
@@ -26,9 +36,7 @@ impl BlockPool {
     pub fn new(num_blocks: u32) -> Self {
         let len = num_blocks as usize + 1;
         Self {
-            num_holders: vec![0; len].into_boxed_slice(),
-            next: vec![0; len].into_boxed_slice(),
-            previous: vec![0; len].into_boxed_slice(),
+            accounts: vec![Account::default(); len].into_boxed_slice(),
             num_cached: 0,
             free: (1..=num_blocks).rev().map(BlockId).collect(),
         }
@@ -36,7 +44,7 @@ impl BlockPool {
 
     /// Blocks in all.
     pub fn num_blocks(&self) -> u32 {
-        self.num_holders.len() as u32 - 1
+        self.accounts.len() as u32 - 1
     }
 
     /// Blocks whose content is nobody's.
@@ -51,52 +59,52 @@ impl BlockPool {
 
     /// Tables that hold `block`.
     pub fn num_holders(&self, block: BlockId) -> u32 {
-        self.num_holders[block.index()]
+        self.accounts[block.index()].num_holders
     }
 
     /// A free block, now held once.
     pub fn allocate_free(&mut self) -> Option<BlockId> {
         let block = self.free.pop()?;
-        self.num_holders[block.index()] = 1;
+        self.accounts[block.index()].num_holders = 1;
         Some(block)
     }
 
     /// The block cached longest, now held once; its content is lost.
     pub fn evict(&mut self) -> Option<BlockId> {
-        let block = BlockId(self.next[0]);
-        (block.0 != 0).then(|| {
+        let block = self.accounts[RING.index()].next;
+        (block != RING).then(|| {
             self.unlink(block);
-            self.num_holders[block.index()] = 1;
+            self.accounts[block.index()].num_holders = 1;
             block
         })
     }
 
     /// One more table holds `block`, which is held or cached.
     pub fn retain(&mut self, block: BlockId) {
-        if self.num_holders[block.index()] == 0 {
+        if self.num_holders(block) == 0 {
             self.unlink(block);
         }
-        self.num_holders[block.index()] += 1;
+        self.accounts[block.index()].num_holders += 1;
     }
 
     /// One table fewer holds `block`; without a holder it is cached or free.
     pub fn release(&mut self, block: BlockId, is_findable: bool) {
-        let num_holders = &mut self.num_holders[block.index()];
+        let account = &mut self.accounts[block.index()];
         assert!(
-            *num_holders > 0,
+            account.num_holders > 0,
             "block {} is released more than held",
             block.0
         );
-        *num_holders -= 1;
-        if *num_holders > 0 {
+        account.num_holders -= 1;
+        if account.num_holders > 0 {
             return;
         }
         if is_findable {
-            let newest = self.previous[0];
-            self.next[newest as usize] = block.0;
-            self.previous[block.index()] = newest;
-            self.next[block.index()] = 0;
-            self.previous[0] = block.0;
+            let newest = self.accounts[RING.index()].previous;
+            self.accounts[newest.index()].next = block;
+            self.accounts[RING.index()].previous = block;
+            let account = &mut self.accounts[block.index()];
+            (account.previous, account.next) = (newest, RING);
             self.num_cached += 1;
         } else {
             self.free.push(block);
@@ -105,26 +113,26 @@ impl BlockPool {
 
     /// A block's content can no longer be found: a cached one becomes free.
     pub fn forget(&mut self, block: BlockId) {
-        if self.num_holders[block.index()] == 0 {
+        if self.num_holders(block) == 0 {
             self.unlink(block);
             self.free.push(block);
         }
     }
 
     fn unlink(&mut self, block: BlockId) {
-        let (next, previous) = (self.next[block.index()], self.previous[block.index()]);
-        self.next[previous as usize] = next;
-        self.previous[next as usize] = previous;
+        let Account { next, previous, .. } = self.accounts[block.index()];
+        self.accounts[previous.index()].next = next;
+        self.accounts[next.index()].previous = previous;
         self.num_cached -= 1;
     }
 
     /// The cached blocks, the next to be evicted first.
     pub(crate) fn cached(&self) -> impl Iterator<Item = BlockId> {
-        let first = self.next[0];
-        core::iter::successors((first != 0).then_some(BlockId(first)), |block| {
-            let next = self.next[block.index()];
-            (next != 0).then_some(BlockId(next))
-        })
+        let next_of = |block: BlockId| {
+            let next = self.accounts[block.index()].next;
+            (next != RING).then_some(next)
+        };
+        core::iter::successors(next_of(RING), move |&block| next_of(block))
     }
 
     pub(crate) fn free(&self) -> &[BlockId] {

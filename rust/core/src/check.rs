@@ -34,21 +34,21 @@ impl Scheduler {
             }
         }
         assert_eq!(num_running, self.num_running, "running sequences");
-        let current: Vec<_> = self
-            .residents
-            .iter()
-            .filter(|resident| resident.is_current(&self.arena))
-            .collect();
-        let distinct: BTreeSet<u64> = current
-            .iter()
-            .map(|resident| resident.handle.to_bits())
-            .collect();
-        assert_eq!(distinct.len(), current.len(), "a resident is listed twice");
-        assert_eq!(
-            distinct.len(),
-            taken.len(),
-            "residents are those with a seat"
-        );
+        let mut listed = BTreeSet::new();
+        for resident in self.residents.iter() {
+            let slot = self
+                .arena
+                .slot(resident.handle)
+                .expect("a resident has not ended");
+            let sequence = &self.arena[slot];
+            assert!(sequence.seat().is_some(), "a resident has a seat");
+            assert_eq!(
+                sequence.key, resident.key,
+                "a resident's key is its sequence's"
+            );
+            assert!(listed.insert(slot), "a resident is listed once");
+        }
+        assert_eq!(listed.len(), taken.len(), "who has a seat is a resident");
         for seat in &self.free_seats {
             assert!(
                 taken.insert(seat.0),

@@ -28,16 +28,24 @@ pub fn chain_hash(parent: BlockHash, tokens: &[i32], seed: u64) -> BlockHash {
     })
 }
 
+/// What can be found of a block.
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    /// Of the prefix that it ends, if it is registered.
+    hash: BlockHash,
+    /// The next block of the same bucket; 0 for none.
+    next: u32,
+    is_registered: bool,
+}
+
 /// Which block holds which prefix's end.
 #[derive(Debug)]
 pub struct PrefixCache {
     block_size: usize,
     /// The first block of each bucket; 0 for none.
     buckets: Box<[u32]>,
-    /// The next block of the same bucket, by block.
-    next: Box<[u32]>,
-    hashes: Box<[BlockHash]>,
-    is_registered: Box<[bool]>,
+    /// By block.
+    entries: Box<[Entry]>,
     /// What each block contains, `[num_blocks + 1, block_size]`.
     tokens: Box<[i32]>,
     num_registered: u32,
@@ -50,9 +58,7 @@ impl PrefixCache {
         Self {
             block_size: block_size as usize,
             buckets: vec![0; (len * 2).next_power_of_two()].into_boxed_slice(),
-            next: vec![0; len].into_boxed_slice(),
-            hashes: vec![0; len].into_boxed_slice(),
-            is_registered: vec![false; len].into_boxed_slice(),
+            entries: vec![Entry::default(); len].into_boxed_slice(),
             tokens: vec![0; len * block_size as usize].into_boxed_slice(),
             num_registered: 0,
         }
@@ -76,17 +82,18 @@ impl PrefixCache {
     fn entry(&self, hash: BlockHash) -> Option<BlockId> {
         let mut block = self.buckets[self.bucket(hash)];
         while block != 0 {
-            if self.hashes[block as usize] == hash {
+            let entry = &self.entries[block as usize];
+            if entry.hash == hash {
                 return Some(BlockId(block));
             }
-            block = self.next[block as usize];
+            block = entry.next;
         }
         None
     }
 
     /// Whether `block` can be found.
     pub fn is_registered(&self, block: BlockId) -> bool {
-        self.is_registered[block.index()]
+        self.entries[block.index()].is_registered
     }
 
     /// Blocks that can be found.
@@ -106,36 +113,39 @@ impl PrefixCache {
         }
         let bucket = self.bucket(hash);
         self.tokens[block.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
-        self.hashes[block.index()] = hash;
-        self.next[block.index()] = self.buckets[bucket];
+        self.entries[block.index()] = Entry {
+            hash,
+            next: self.buckets[bucket],
+            is_registered: true,
+        };
         self.buckets[bucket] = block.0;
-        self.is_registered[block.index()] = true;
         self.num_registered += 1;
         true
     }
 
     /// Makes a registered block unfindable; `false` where it was so already.
     pub fn unregister(&mut self, block: BlockId) -> bool {
-        if !self.is_registered(block) {
+        let entry = &mut self.entries[block.index()];
+        if !entry.is_registered {
             return false;
         }
-        let bucket = self.bucket(self.hashes[block.index()]);
-        let after = self.next[block.index()];
+        entry.is_registered = false;
+        let Entry { hash, next, .. } = *entry;
+        let bucket = self.bucket(hash);
         let mut at = self.buckets[bucket];
         if at == block.0 {
-            self.buckets[bucket] = after;
+            self.buckets[bucket] = next;
         } else {
-            while self.next[at as usize] != block.0 {
-                at = self.next[at as usize];
+            while self.entries[at as usize].next != block.0 {
+                at = self.entries[at as usize].next;
             }
-            self.next[at as usize] = after;
+            self.entries[at as usize].next = next;
         }
-        self.is_registered[block.index()] = false;
         self.num_registered -= 1;
         true
     }
 
     pub(crate) fn hash(&self, block: BlockId) -> BlockHash {
-        self.hashes[block.index()]
+        self.entries[block.index()].hash
     }
 }

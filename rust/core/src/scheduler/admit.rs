@@ -1,7 +1,6 @@
 //! The walk over prefills: residents go on, and newcomers enter, in the order of (band, resident first, key).
 
 use super::Scheduler;
-use super::residents::Resident;
 use super::victim::Need;
 use crate::event::EventKind;
 use crate::ids::{Seat, Slot};
@@ -334,11 +333,7 @@ impl Scheduler {
         };
         self.events
             .push(handle, kind, num_hit_tokens.into(), self.next_step as i64);
-        self.residents.add(Resident {
-            key: sequence.key,
-            handle,
-            residency: sequence.residency,
-        });
+        self.residents.add(sequence.key, handle);
         self.num_running += 1;
         self.pass.gained.push(slot);
     }
@@ -385,7 +380,7 @@ impl Scheduler {
                 .try_reserve(seat, num_blocks)
                 .expect("the gang was counted to fit");
         }
-        self.residents.settle(&self.arena);
+        self.residents.settle();
     }
 
     /// Blocks that each of a gang reserves; the last output token is never computed.

@@ -81,7 +81,7 @@ impl Scheduler {
 
     /// A gang that lost a step starts over as a new one, so that the batch is empty for it.
     fn disband_gang(&mut self) {
-        self.residents.settle(&self.arena);
+        self.residents.settle();
         for i in 0..self.residents.len() {
             let slot = self.residents.get(i).handle.slot();
             if self.arena[slot].is_running() {

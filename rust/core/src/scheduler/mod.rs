@@ -23,7 +23,7 @@ use crate::event::{Event, EventKind, EventLog};
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::layout::StepLayout;
-use crate::policy::Admission;
+use crate::policy::{Admission, Key};
 use crate::queue::WaitQueue;
 use crate::record::{RecordRing, StepRecord};
 use crate::recording::Recorder;
@@ -302,8 +302,9 @@ impl Scheduler {
                 return;
             }
             State::Running(seat) => {
+                let key = sequence.key;
                 self.num_running -= 1;
-                self.give_up(seat);
+                self.give_up(seat, key);
             }
             State::Ghost(_) => unreachable!("a ghost has ended"),
         }
@@ -316,14 +317,14 @@ impl Scheduler {
         let State::Running(seat) = sequence.state else {
             unreachable!("only a running sequence is preempted");
         };
-        let num_lost = sequence.num_planned;
+        let (key, num_lost) = (sequence.key, sequence.num_planned);
         self.pass.debt -= sequence.row.debt;
         self.pass.num_left += sequence.row.count; // of a decode: its row is withdrawn
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;
         sequence.preempted_in = self.pass.serial;
-        self.queue.insert(sequence.key, slot);
+        self.queue.insert(key, slot);
         self.num_running -= 1;
         self.tally.num_preempted += 1;
         self.tally.num_preempted_tokens += i64::from(num_lost);
@@ -333,26 +334,26 @@ impl Scheduler {
             num_lost.into(),
             self.next_step as i64,
         );
-        self.give_up(seat);
+        self.give_up(seat, key);
     }
 
-    fn give_up(&mut self, seat: Seat) {
+    fn give_up(&mut self, seat: Seat, key: Key) {
         self.kv.release(seat);
         self.free_seats.push(seat);
         self.lost.push(seat);
-        self.residents.note_departure();
+        self.residents.note_departure(key);
     }
 
     /// The padded gang has ended: its finished rows leave.
     fn release_ghosts(&mut self) {
         for i in 0..self.residents.len() {
-            let resident = self.residents.get(i);
-            if self.arena.slot(resident.handle).is_none() {
+            let resident = *self.residents.get(i);
+            if resident.has_left {
                 continue;
             }
             let slot = resident.handle.slot();
             if let State::Ghost(seat) = self.arena[slot].state {
-                self.give_up(seat);
+                self.give_up(seat, resident.key);
                 self.arena.remove(slot);
             }
         }

@@ -22,7 +22,7 @@ impl Scheduler {
         if self.steps.is_full() {
             return self.nothing();
         }
-        self.residents.settle(&self.arena);
+        self.residents.settle();
         self.settle_quarantine();
         if self.quarantine.active().is_some() && self.steps.len() > 0 {
             // One step at a time, so that a failure names its rows and no others.
@@ -76,8 +76,7 @@ impl Scheduler {
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
         for i in 0..self.residents.len() {
-            let resident = self.residents.get(i);
-            let slot = resident.handle.slot();
+            let slot = self.residents.get(i).handle.slot();
             let sequence = &self.arena[slot];
             let Some(seat) = sequence.seat() else {
                 continue; // it made room for a better one

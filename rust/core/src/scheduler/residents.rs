@@ -1,31 +1,21 @@
-//! Who has a seat, in key order. Departures and newcomers are settled once a plan, in one pass.
+//! Who has a seat, in key order. Departures are marked at once; they and the newcomers are settled once a plan.
 
 use alloc::vec::Vec;
 
-use crate::arena::Arena;
 use crate::ids::Handle;
 use crate::policy::Key;
-use crate::sequence::Sequence;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resident {
     pub(crate) key: Key,
     pub(crate) handle: Handle,
-    pub(crate) residency: u32,
-}
-
-impl Resident {
-    /// Whether it still has the seat that this entry is for.
-    pub(crate) fn is_current(&self, arena: &Arena<Sequence>) -> bool {
-        arena.slot(self.handle).is_some_and(|slot| {
-            let sequence = &arena[slot];
-            sequence.residency == self.residency && sequence.seat().is_some()
-        })
-    }
+    /// It gave up its seat since the last `settle`.
+    pub(crate) has_left: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Residents {
+    /// In key order, as the newcomers are.
     order: Vec<Resident>,
     newcomers: Vec<Resident>,
     has_departures: bool,
@@ -34,32 +24,50 @@ pub(crate) struct Residents {
 impl Residents {
     pub(crate) fn with_capacity(capacity: usize) -> Self {
         Self {
-            // Stale entries stay until they are settled, beside the newcomers that took their seats.
+            // Who has left stays until it is settled, beside the newcomer that took the seat.
             order: Vec::with_capacity(2 * capacity),
             newcomers: Vec::with_capacity(capacity),
             has_departures: false,
         }
     }
 
-    pub(crate) fn add(&mut self, resident: Resident) {
-        self.newcomers.push(resident);
+    /// Takes in who was seated; between two settlings, in key order.
+    pub(crate) fn add(&mut self, key: Key, handle: Handle) {
+        assert!(
+            self.newcomers.last().is_none_or(|last| last.key < key),
+            "newcomers are seated in key order"
+        );
+        self.newcomers.push(Resident {
+            key,
+            handle,
+            has_left: false,
+        });
     }
 
-    pub(crate) fn note_departure(&mut self) {
+    /// Marks that the resident with this key has left. O(log residents).
+    pub(crate) fn note_departure(&mut self, key: Key) {
+        let find = |list: &[Resident]| {
+            list.binary_search_by_key(&key, |resident| resident.key)
+                .ok()
+        };
+        let resident = match find(&self.order) {
+            Some(place) => &mut self.order[place],
+            None => {
+                let place = find(&self.newcomers).expect("who leaves was a resident");
+                &mut self.newcomers[place]
+            }
+        };
+        resident.has_left = true;
         self.has_departures = true;
     }
 
     /// Drops who left and takes in who came.
-    pub(crate) fn settle(&mut self, arena: &Arena<Sequence>) {
+    pub(crate) fn settle(&mut self) {
         if self.has_departures {
-            self.order.retain(|resident| resident.is_current(arena));
-            self.newcomers.retain(|resident| resident.is_current(arena));
+            self.order.retain(|resident| !resident.has_left);
+            self.newcomers.retain(|resident| !resident.has_left);
             self.has_departures = false;
         }
-        if self.newcomers.is_empty() {
-            return;
-        }
-        self.newcomers.sort_unstable_by_key(|resident| resident.key);
         let (mut old, mut new) = (self.order.len(), self.newcomers.len());
         self.order.extend_from_slice(&self.newcomers);
         // Merge from the back, in place, until only old ones are left in front.
@@ -76,13 +84,13 @@ impl Residents {
         self.newcomers.clear();
     }
 
-    /// Entries, stale ones included; newcomers since the last `settle` are not among them.
+    /// Entries, of those that have left included; newcomers since the last `settle` are not among them.
     pub(crate) fn len(&self) -> usize {
         self.order.len()
     }
 
-    pub(crate) fn get(&self, i: usize) -> Resident {
-        self.order[i]
+    pub(crate) fn get(&self, i: usize) -> &Resident {
+        &self.order[i]
     }
 
     /// No settled resident's band is worse.
@@ -90,8 +98,11 @@ impl Residents {
         self.order.last().map(|resident| resident.key.band)
     }
 
-    /// The settled ones, and those that came since.
+    /// Those with a seat now.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Resident> {
-        self.order.iter().chain(&self.newcomers)
+        self.order
+            .iter()
+            .chain(&self.newcomers)
+            .filter(|resident| !resident.has_left)
     }
 }

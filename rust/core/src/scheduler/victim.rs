@@ -37,7 +37,6 @@ impl Scheduler {
         let num = self
             .residents
             .iter()
-            .filter(|resident| resident.is_current(&self.arena))
             .map(|resident| &self.arena[resident.handle.slot()])
             .filter(|sequence| sequence.is_running() && sequence.ends_in_flight())
             .filter_map(Sequence::seat)
@@ -84,7 +83,6 @@ impl Scheduler {
         self.pass.best = self
             .residents
             .iter()
-            .filter(|resident| resident.is_current(&self.arena))
             .filter(|resident| self.is_free_to_run(resident.handle.slot()))
             .min_by_key(|resident| resident.key)
             .map(|resident| resident.handle.slot());
@@ -114,9 +112,9 @@ impl Scheduler {
             self.pass.victim_list.clear();
             let mut band = None;
             for i in 0..self.residents.len() {
-                let resident = self.residents.get(i);
+                let resident = *self.residents.get(i);
                 let slot = resident.handle.slot();
-                if !resident.is_current(&self.arena) {
+                if resident.has_left {
                     continue;
                 }
                 let is_band_best = band.replace(resident.key.band) != Some(resident.key.band);
