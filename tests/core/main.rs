@@ -6,5 +6,6 @@ mod naive_plans;
 mod prefix_cache;
 mod random_traffic;
 mod refusals;
+mod static_batches;
 mod support;
 mod victims;

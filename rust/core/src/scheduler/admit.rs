@@ -57,7 +57,7 @@ impl Scheduler {
     /// Moves resident prefill `slot` forward, if there is a share for it; `num_behind` residents are behind it.
     fn continue_prefill(&mut self, slot: Slot, num_behind: usize) {
         let max_tokens = self.share_of(num_behind + self.num_open_newcomers());
-        if self.arena[slot].num_unplanned() > 0 {
+        if !self.arena[slot].has_sampled {
             loop {
                 self.find_hits(slot);
                 let num_tokens = self.chunk(slot, max_tokens);
@@ -236,7 +236,7 @@ impl Scheduler {
     /// The padded baseline: a prompt that is through is followed by padding up to the gang's longest.
     fn pad(&mut self, slot: Slot) {
         let sequence = &mut self.arena[slot];
-        if sequence.num_padding_owed == 0 || sequence.num_unplanned() > 0 {
+        if sequence.num_padding_owed == 0 || !sequence.has_sampled {
             return;
         }
         let num_padding = sequence.num_padding_owed.min(self.pass.num_left);
@@ -258,7 +258,7 @@ impl Scheduler {
             if self.pass.num_left == 0 {
                 return;
             }
-            if self.arena[slot].num_unplanned() == 0 {
+            if self.arena[slot].has_sampled {
                 continue;
             }
             self.find_hits(slot);
