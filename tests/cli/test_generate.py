@@ -5,6 +5,7 @@ import json
 import pytest
 
 from noria import LLM, SamplingParams
+from noria.cli.seats import one_line
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,10 @@ def test_the_demo_can_stop_before_the_comparison(noria, demo_flags):
     finished = noria(*demo_flags, "--no-compare")
     assert finished.code == 0, finished.err
     assert "padded" not in finished.out
+
+
+def test_what_a_terminal_would_obey_is_not_shown_on_the_seats():
+    assert one_line("a\n b\x1b[2J\x07c") == "a b·[2J·c"
 
 
 def test_env_says_what_auto_means_and_why(noria, tmp_path):

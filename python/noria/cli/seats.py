@@ -108,7 +108,7 @@ class SeatScreen:
             (f"#{index:02d} ", "bold green"),
             (f"seat {answer.seat}, {answer.stream.num_tokens:3d} tokens  ", "dim"),
             (answer.question + " ", "cyan"),
-            " ".join(answer.text.split()),
+            one_line(answer.text),
         )
         self._out.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
 
@@ -135,7 +135,7 @@ class SeatScreen:
             answer = self._answers[index]
             # The newest words are what moves: show the end of the answer that fits.
             room = max(20, self._out.width - 24 - min(len(answer.question), 40))
-            tail = " ".join(answer.text.split())[-room:]
+            tail = one_line(answer.text)[-room:]
             question = answer.question if len(answer.question) <= 40 else answer.question[:37] + "..."
             table.add_row(
                 Text(f"seat {seat}", "bold"),
@@ -170,3 +170,8 @@ class SeatScreen:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks, and without what a terminal would take for a command."""
+    return "".join(char if char.isprintable() else "·" for char in " ".join(text.split()))
