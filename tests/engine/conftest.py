@@ -1,11 +1,13 @@
 """Makes the folder's own helpers importable, and watches for threads that stay behind."""
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 # A folder of their own: with this one on the path, `import conftest` would find this file.
@@ -13,9 +15,18 @@ sys.path.append(str(Path(__file__).parent / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
 from null_harness import NullRun, build_run
-from tiny_llama import llama_config, save_llama
+from tiny_llama import VOCAB_SIZE, llama_config, save_llama
 
 from noria.models import Model, load_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """A tiny model's operations are too small to share; a module with a real one has its own `one_thread`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -46,3 +57,18 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(tiny_directory: Path) -> Model:
     """The same, loaded in float64."""
     return load_model(tiny_directory, dtype="float64", device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def worded_directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with a tokenizer whose token 5 is the word `w5`; 1 begins a text, 2 ends a sequence."""
+    directory = tmp_path_factory.mktemp("worded-llama")
+    shutil.copytree(tiny_directory, directory, dirs_exist_ok=True)
+    words = {f"w{token_id}": token_id for token_id in range(VOCAB_SIZE)}
+    words["<s>"], words["</s>"] = words.pop("w1"), words.pop("w2")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return directory

