@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from noria.backends.torch.linear import Linear
+from noria.backends.torch.linear import Linear, LinearKernel
 from noria.errors import ModelError
 from noria.models.config import ModelConfig
 from noria.models.rope import inverse_frequencies
@@ -39,12 +39,14 @@ class TorchWeights:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
+        kernel: LinearKernel,
         frequency_factors: torch.Tensor | None = None,
     ) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._kernel = kernel
         self._frequency_factors = frequency_factors
         self._tables: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
@@ -70,7 +72,7 @@ class TorchWeights:
         """Linear maps of one input as one, stacked in order."""
         weight = self._stacked([(f"{name}.weight", (size, in_features)) for name, size in parts])
         bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
-        return Linear(weight, bias)
+        return self._kernel.linear(weight, bias)
 
     def tied_linear(self, name: str, out_features: int, in_features: int) -> Linear:
         """A linear map that shares an embedding table.
@@ -81,8 +83,8 @@ class TorchWeights:
         if self._source.shape("lm_head.weight") is not None:
             head = self._stacked([("lm_head.weight", (out_features, in_features))])
             if not torch.equal(head, table):
-                return Linear(head, None)
-        return Linear(table, None)
+                return self._kernel.linear(head, None)
+        return self._kernel.linear(table, None)
 
     def check_all_used(self) -> None:
         """Refuses a file with tensors that the configuration has no place for: it is not of this model.

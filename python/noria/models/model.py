@@ -10,7 +10,7 @@ import torch
 from noria.backends.attention import Attention
 from noria.backends.ops import Ops, StepInputs
 from noria.backends.torch.attention import SdpaAttention
-from noria.backends.torch.linear import Linear
+from noria.backends.torch.linear import Linear, chosen_kernel
 from noria.backends.torch.ops import TorchOps
 from noria.errors import ConfigError
 from noria.kv_cache import KvCache
@@ -40,6 +40,7 @@ class Model:
         dtype: of parameters, activations and KV cache.
         dtype_reason: a clause that says which dtype was chosen and why.
         device: where it runs.
+        linear_kernel: a clause that says how linear maps are multiplied, and why.
         max_model_len: the longest context it will be run with, in tokens.
         network: parameters and forward.
         attention: the kernel of the attention op.
@@ -49,6 +50,7 @@ class Model:
     dtype: torch.dtype
     dtype_reason: str
     device: torch.device
+    linear_kernel: str
     max_model_len: int
     network: Network
     attention: Attention
@@ -84,6 +86,7 @@ def load_model(
     """
     path = Path(path)
     torch_dtype, reason = chosen_dtype(dtype, device)
+    kernel = chosen_kernel(torch_dtype, device)
     if is_gguf(path):
         file = GgufFile(path)
         config = read_gguf_config(file)
@@ -91,14 +94,14 @@ def load_model(
         with GgufWeights(file, config) as source:
             has_factors = config.rope.has_frequency_factors
             factors = source.frequency_factors(config.head_dim // 2) if has_factors else None
-            network = _build(config, TorchWeights(source, config, torch_dtype, device, factors))
+            network = _build(config, TorchWeights(source, config, torch_dtype, device, kernel, factors))
     else:
         config = read_hf_config(path)
         _check_length(max_model_len, config)
         with HfWeights(path) as weights:
-            network = _build(config, TorchWeights(weights, config, torch_dtype, device))
+            network = _build(config, TorchWeights(weights, config, torch_dtype, device, kernel))
     length = max_model_len or config.max_position_embeddings
-    return Model(config, torch_dtype, reason, device, length, network, SdpaAttention())
+    return Model(config, torch_dtype, reason, device, kernel.reason, length, network, SdpaAttention())
 
 
 def _check_length(max_model_len: int | None, config: ModelConfig) -> None:

@@ -26,7 +26,7 @@ class TorchOps:
 
     def linear(self, x: torch.Tensor, weights: Linear) -> torch.Tensor:
         """`[num_tokens, out_features]`."""
-        return functional.linear(x, weights.weight, weights.bias)
+        return weights.apply(x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """As transformers has it: float32 inside, rounded before the weight is applied."""
