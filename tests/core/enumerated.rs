@@ -12,11 +12,17 @@ struct Scenario {
 }
 
 fn asks() -> Vec<Ask> {
-    let stopping = Ask { stop_ids: vec![2], ..Ask::new(&[0, 1, 0, 1, 1], 6) };
+    let stopping = Ask {
+        stop_ids: vec![2],
+        ..Ask::new(&[0, 1, 0, 1, 1], 6)
+    };
     vec![
         Ask::new(&[0, 1, 0, 1, 0, 1, 0], 4).priority(1),
         stopping,
-        Ask { flavour: 3, ..Ask::new(&[0, 1, 0], 5).priority(1) },
+        Ask {
+            flavour: 3,
+            ..Ask::new(&[0, 1, 0], 5).priority(1)
+        },
         Ask::new(&[0, 1, 0, 1, 0, 1, 0, 1], 2),
     ]
 }
@@ -37,10 +43,26 @@ fn scenarios() -> Vec<(&'static str, Scenario)> {
     let mut all = Vec::new();
     for depth in 1..=3 {
         let ample = config(depth);
-        let tight = Config { num_blocks: 7, key: KeyPolicy::Priority, ..ample.clone() };
-        let few_seats = Config { max_num_seqs: 2, key: KeyPolicy::Priority, ..ample.clone() };
-        let padded = Config { admission: Admission::StaticPadded, max_num_seqs: 3, ..ample.clone() };
-        let gang = Config { admission: Admission::StaticGang, max_num_seqs: 3, ..ample.clone() };
+        let tight = Config {
+            num_blocks: 7,
+            key: KeyPolicy::Priority,
+            ..ample.clone()
+        };
+        let few_seats = Config {
+            max_num_seqs: 2,
+            key: KeyPolicy::Priority,
+            ..ample.clone()
+        };
+        let padded = Config {
+            admission: Admission::StaticPadded,
+            max_num_seqs: 3,
+            ..ample.clone()
+        };
+        let gang = Config {
+            admission: Admission::StaticGang,
+            max_num_seqs: 3,
+            ..ample.clone()
+        };
         for (name, config) in [
             ("ample", ample),
             ("tight", tight),
@@ -48,8 +70,22 @@ fn scenarios() -> Vec<(&'static str, Scenario)> {
             ("padded", padded),
             ("gang", gang),
         ] {
-            all.push((name, Scenario { config: config.clone(), asks: asks(), num_drafts: 0 }));
-            all.push((name, Scenario { config, asks: asks(), num_drafts: 2 }));
+            all.push((
+                name,
+                Scenario {
+                    config: config.clone(),
+                    asks: asks(),
+                    num_drafts: 0,
+                },
+            ));
+            all.push((
+                name,
+                Scenario {
+                    config,
+                    asks: asks(),
+                    num_drafts: 2,
+                },
+            ));
         }
     }
     all
@@ -57,10 +93,17 @@ fn scenarios() -> Vec<(&'static str, Scenario)> {
 
 impl Scenario {
     fn plan(&self, world: &mut World) -> bool {
-        let handles: Vec<Handle> =
-            world.ledger.live().map(|(handle, _)| Handle::from_bits(handle)).collect();
+        let handles: Vec<Handle> = world
+            .ledger
+            .live()
+            .map(|(handle, _)| Handle::from_bits(handle))
+            .collect();
         let counts = vec![self.num_drafts; handles.len()];
-        let drafts = Drafts { handles: &handles, counts: &counts, ids: None };
+        let drafts = Drafts {
+            handles: &handles,
+            counts: &counts,
+            ids: None,
+        };
         matches!(world.plan_with(&drafts), Planned::Step(_))
     }
 
@@ -94,7 +137,12 @@ impl Scenario {
 }
 
 fn ends(world: &World) -> Vec<Option<(FinishReason, u32)>> {
-    world.ledger.accounts.values().map(|account| account.end).collect()
+    world
+        .ledger
+        .accounts
+        .values()
+        .map(|account| account.end)
+        .collect()
 }
 
 #[test]
@@ -114,19 +162,29 @@ fn a_failure_at_any_point_changes_no_tokens() {
                         }
                     });
                     num_failures += world.num_failures;
-                    assert_eq!(ends(&world), ends(&calm), "{name}: {at}, {num_before}, {breakage:?}");
+                    assert_eq!(
+                        ends(&world),
+                        ends(&calm),
+                        "{name}: {at}, {num_before}, {breakage:?}"
+                    );
                 }
             }
         }
         assert!(num_failures >= 10, "{name}: {num_failures}");
     }
-    assert!(num_late > 200, "{num_late} failures had steps in flight before them");
+    assert!(
+        num_late > 200,
+        "{num_late} failures had steps in flight before them"
+    );
 }
 
 #[test]
 fn a_second_failure_at_any_point_behind_the_first_changes_no_tokens_but_of_one_that_failed_alone() {
     let mut num_second = 0;
-    for (name, scenario) in scenarios().into_iter().filter(|(name, _)| ["tight", "padded"].contains(name)) {
+    for (name, scenario) in scenarios()
+        .into_iter()
+        .filter(|(name, _)| ["tight", "padded"].contains(name))
+    {
         let (calm, num_points) = scenario.drive(&mut |_, _| {});
         for first in 0..num_points {
             for second in first + 1..first + 12 {
@@ -155,7 +213,12 @@ fn an_abort_at_any_point_changes_no_other_tokens() {
             for which in 0..scenario.asks.len() {
                 let mut target = None;
                 let (world, _) = scenario.drive(&mut |world, point| {
-                    let handle = *world.ledger.accounts.keys().nth(which).expect("all are submitted");
+                    let handle = *world
+                        .ledger
+                        .accounts
+                        .keys()
+                        .nth(which)
+                        .expect("all are submitted");
                     if point == at && world.abort(handle) {
                         assert!(!world.abort(handle), "it has ended");
                         num_aborted += 1;
@@ -184,11 +247,18 @@ fn a_stop_found_late_at_any_point_ends_its_request_where_its_text_ends() {
             for which in 0..scenario.asks.len() {
                 let mut expected = ends(&calm);
                 let (world, _) = scenario.drive(&mut |world, point| {
-                    let (&handle, account) =
-                        world.ledger.accounts.iter().nth(which).expect("all are submitted");
+                    let (&handle, account) = world
+                        .ledger
+                        .accounts
+                        .iter()
+                        .nth(which)
+                        .expect("all are submitted");
                     let num_output = account.num_output;
                     // Its text ended two tokens ago.
-                    if point == at && num_output > 2 && world.finish(handle, num_output - 2, FinishReason::Stop) {
+                    if point == at
+                        && num_output > 2
+                        && world.finish(handle, num_output - 2, FinishReason::Stop)
+                    {
                         num_late += 1;
                         expected[which] = Some((FinishReason::Stop, num_output - 2));
                     }
@@ -200,7 +270,13 @@ fn a_stop_found_late_at_any_point_ends_its_request_where_its_text_ends() {
     assert!(num_late > 200, "{num_late}");
 }
 
-fn poisoned(num_requests: usize, poison: usize, breaks_at: u32, depth: u32, num_seats: u32) -> World {
+fn poisoned(
+    num_requests: usize,
+    poison: usize,
+    breaks_at: u32,
+    depth: u32,
+    num_seats: u32,
+) -> World {
     let config = Config {
         num_blocks: 200,
         block_size: 2,
@@ -214,7 +290,10 @@ fn poisoned(num_requests: usize, poison: usize, breaks_at: u32, depth: u32, num_
     let mut world = World::new(&config);
     for i in 0..num_requests {
         let ask = Ask::sized(i as i32, 3 + i % 4, 6);
-        world.submit(&Ask { breaks_at: (i == poison).then_some(breaks_at), ..ask });
+        world.submit(&Ask {
+            breaks_at: (i == poison).then_some(breaks_at),
+            ..ask
+        });
     }
     world.drain();
     world
@@ -228,7 +307,8 @@ fn a_request_that_breaks_every_step_of_its_own_is_found_and_ends_alone() {
                 for depth in 1..=3 {
                     for num_seats in [num_requests as u32, 3] {
                         let world = poisoned(num_requests, poison, breaks_at, depth, num_seats);
-                        let case = format!("{num_requests}, {poison}, {breaks_at}, {depth}, {num_seats}");
+                        let case =
+                            format!("{num_requests}, {poison}, {breaks_at}, {depth}, {num_seats}");
                         for (i, end) in ends(&world).into_iter().enumerate() {
                             if i == poison {
                                 assert!(matches!(end, Some((FinishReason::Error, _))), "{case}");
@@ -239,7 +319,11 @@ fn a_request_that_breaks_every_step_of_its_own_is_found_and_ends_alone() {
                         // Once among all, once as a group, then once for each halving.
                         let together = num_requests.min(num_seats as usize);
                         let limit = 2 + u64::from(together.next_power_of_two().ilog2());
-                        assert!(world.num_failures <= limit, "{case}: {} failures", world.num_failures);
+                        assert!(
+                            world.num_failures <= limit,
+                            "{case}: {} failures",
+                            world.num_failures
+                        );
                     }
                 }
             }
@@ -250,16 +334,28 @@ fn a_request_that_breaks_every_step_of_its_own_is_found_and_ends_alone() {
 #[test]
 fn two_requests_that_break_their_steps_are_both_found() {
     for (first, second) in [(0, 1), (0, 7), (3, 4), (6, 7)] {
-        let config = Config { num_blocks: 200, max_num_seqs: 8, vocab_size: 100, ..Config::default() };
+        let config = Config {
+            num_blocks: 200,
+            max_num_seqs: 8,
+            vocab_size: 100,
+            ..Config::default()
+        };
         let mut world = World::new(&config);
         for i in 0..8 {
             let is_poison = i == first || i == second;
-            world.submit(&Ask { breaks_at: is_poison.then_some(0), ..Ask::sized(i, 5, 6) });
+            world.submit(&Ask {
+                breaks_at: is_poison.then_some(0),
+                ..Ask::sized(i, 5, 6)
+            });
         }
         world.drain();
         for (i, end) in ends(&world).into_iter().enumerate() {
             let is_poison = i == first as usize || i == second as usize;
-            let expected = if is_poison { (FinishReason::Error, 0) } else { (FinishReason::Length, 6) };
+            let expected = if is_poison {
+                (FinishReason::Error, 0)
+            } else {
+                (FinishReason::Length, 6)
+            };
             assert_eq!(end, Some(expected));
         }
     }
@@ -267,10 +363,17 @@ fn two_requests_that_break_their_steps_are_both_found() {
 
 #[test]
 fn a_request_whose_step_mate_left_before_the_step_failed_did_not_fail_alone() {
-    let config = Config { num_blocks: 20, vocab_size: 100, ..Config::default() };
+    let config = Config {
+        num_blocks: 20,
+        vocab_size: 100,
+        ..Config::default()
+    };
     let mut world = World::new(&config);
     let innocent = world.submit(&Ask::sized(1, 5, 3));
-    let poison = world.submit(&Ask { breaks_at: Some(0), ..Ask::sized(2, 5, 3) });
+    let poison = world.submit(&Ask {
+        breaks_at: Some(0),
+        ..Ask::sized(2, 5, 3)
+    });
     world.plan();
     world.run(); // fails: both are suspects
     world.plan();

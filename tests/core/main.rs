@@ -1,11 +1,14 @@
 //! The core under a null runner: tables, enumerations and random traffic.
 
+mod commit_errors;
 mod enumerated;
 mod naive;
 mod naive_plans;
 mod prefix_cache;
 mod random_traffic;
+mod recordings;
 mod refusals;
 mod static_batches;
 mod support;
+mod traffic;
 mod victims;

@@ -103,7 +103,12 @@ pub(crate) struct Naive {
 
 impl Naive {
     pub(crate) fn new(config: &Config) -> Self {
-        let blocks = (0..config.num_blocks).map(|_| Block { num_holders: 0, content: None }).collect();
+        let blocks = (0..config.num_blocks)
+            .map(|_| Block {
+                num_holders: 0,
+                content: None,
+            })
+            .collect();
         Self {
             config: config.clone(),
             blocks,
@@ -116,11 +121,19 @@ impl Naive {
     }
 
     pub(crate) fn submit(&mut self, handle: u64, ask: &Ask) {
-        let band = if self.config.key == KeyPolicy::Priority { ask.priority } else { 0 };
+        let band = if self.config.key == KeyPolicy::Priority {
+            ask.priority
+        } else {
+            0
+        };
         let room = i64::from(self.config.max_model_len) - ask.prompt.len() as i64;
         let sequence = Sequence {
             key: (band, self.next_arrival),
-            state: if ask.parked { State::Parked } else { State::Waiting },
+            state: if ask.parked {
+                State::Parked
+            } else {
+                State::Waiting
+            },
             ask: ask.clone(),
             tokens: ask.prompt.clone(),
             max_output: ask.max_tokens.min(room) as u32,
@@ -154,9 +167,17 @@ impl Naive {
 
     /// Free, cached and held blocks.
     pub(crate) fn pool(&self) -> (u32, u32, u32) {
-        let held = self.blocks.iter().filter(|block| block.num_holders > 0).count();
+        let held = self
+            .blocks
+            .iter()
+            .filter(|block| block.num_holders > 0)
+            .count();
         let cached = self.cached.len();
-        ((self.blocks.len() - held - cached) as u32, cached as u32, held as u32)
+        (
+            (self.blocks.len() - held - cached) as u32,
+            cached as u32,
+            held as u32,
+        )
     }
 
     fn available(&self) -> u32 {
@@ -184,7 +205,10 @@ impl Naive {
     }
 
     fn release(&mut self, handle: u64) {
-        for at in core::mem::take(&mut self.sequence_mut(handle).table).into_iter().rev() {
+        for at in core::mem::take(&mut self.sequence_mut(handle).table)
+            .into_iter()
+            .rev()
+        {
             let block = &mut self.blocks[at];
             block.num_holders -= 1;
             if block.num_holders == 0 && block.content.is_some() {
@@ -209,8 +233,15 @@ impl Naive {
 
     fn take_block(&mut self, handle: u64) {
         let is_free = |block: &Block| block.num_holders == 0 && block.content.is_none();
-        let at = self.blocks.iter().position(is_free).unwrap_or_else(|| self.cached.remove(0));
-        self.blocks[at] = Block { num_holders: 1, content: None };
+        let at = self
+            .blocks
+            .iter()
+            .position(is_free)
+            .unwrap_or_else(|| self.cached.remove(0));
+        self.blocks[at] = Block {
+            num_holders: 1,
+            content: None,
+        };
         self.sequence_mut(handle).table.push(at);
     }
 
@@ -221,7 +252,9 @@ impl Naive {
     }
 
     fn find(&self, content: &Content) -> Option<usize> {
-        self.blocks.iter().position(|block| block.content.as_ref() == Some(content))
+        self.blocks
+            .iter()
+            .position(|block| block.content.as_ref() == Some(content))
     }
 
     /// Makes full blocks up to `filled` tokens findable.
@@ -273,7 +306,10 @@ impl Naive {
 
     /// The next step's rows and what else the plan did; no rows where there is no step.
     pub(crate) fn plan(&mut self) -> (Vec<Row>, Vec<Told>) {
-        self.plan = Plan { left: self.config.max_num_batched_tokens, ..Plan::default() };
+        self.plan = Plan {
+            left: self.config.max_num_batched_tokens,
+            ..Plan::default()
+        };
         if self.steps.len() == self.config.depth as usize {
             return (Vec::new(), Vec::new());
         }

@@ -6,8 +6,8 @@ use noria_core::{EventKind, FinishReason, flags};
 use proptest::prelude::*;
 
 use crate::naive::{Naive, Row, Told};
-use crate::random_traffic::{Scope, Verb, apply, check, configs, verbs};
 use crate::support::{Seen, World};
+use crate::traffic::{Scope, Verb, apply, check, configs, verbs};
 
 struct Twins {
     world: World,
@@ -17,7 +17,11 @@ struct Twins {
 impl Twins {
     fn check_pool(&self) {
         let pool = self.world.core.kv().pool();
-        let of_core = (pool.num_free(), pool.num_cached(), self.world.core.num_held_blocks());
+        let of_core = (
+            pool.num_free(),
+            pool.num_cached(),
+            self.world.core.num_held_blocks(),
+        );
         assert_eq!(of_core, self.naive.pool(), "free, cached and held blocks");
     }
 
@@ -32,15 +36,19 @@ impl Twins {
             .filter_map(|event| {
                 let handle = event.handle.to_bits();
                 match event.kind {
-                    EventKind::Admitted | EventKind::Resumed => Some(Told::Entered(handle, event.first as u32)),
+                    EventKind::Admitted | EventKind::Resumed => {
+                        Some(Told::Entered(handle, event.first as u32))
+                    }
                     EventKind::Preempted => Some(Told::Preempted(handle)),
                     EventKind::Token | EventKind::Finished => None,
                 }
             })
             .collect();
-        let rows_of_core: Vec<Row> = view.iter().flat_map(|view| &view.rows).map(|row| {
-            (row.handle, row.start, row.count, row.has(flags::SAMPLES))
-        }).collect();
+        let rows_of_core: Vec<Row> = view
+            .iter()
+            .flat_map(|view| &view.rows)
+            .map(|row| (row.handle, row.start, row.count, row.has(flags::SAMPLES)))
+            .collect();
         assert_eq!(rows_of_core, rows, "rows");
         assert_eq!(told_by_core, told, "admissions and preemptions");
         self.check_pool();
@@ -56,8 +64,12 @@ impl Twins {
     }
 
     fn apply(&mut self, verb: &Verb) {
-        let before: Vec<(u64, bool)> =
-            self.world.ledger.live().map(|(handle, account)| (handle, account.is_parked)).collect();
+        let before: Vec<(u64, bool)> = self
+            .world
+            .ledger
+            .live()
+            .map(|(handle, account)| (handle, account.is_parked))
+            .collect();
         match verb {
             Verb::Plan => {
                 self.plan();
@@ -73,7 +85,10 @@ impl Twins {
                 let known: Vec<u64> = self.world.ledger.accounts.keys().copied().collect();
                 apply(&mut self.world, verb);
                 let accounts = &self.world.ledger.accounts;
-                for (&handle, account) in accounts.iter().filter(|(handle, _)| !known.contains(handle)) {
+                for (&handle, account) in accounts
+                    .iter()
+                    .filter(|(handle, _)| !known.contains(handle))
+                {
                     self.naive.submit(handle, &account.ask);
                 }
                 for (handle, was_parked) in before {
@@ -94,15 +109,26 @@ impl Twins {
 
 #[test]
 fn plans_are_those_of_a_naive_model() {
-    let scope = Scope { is_static: false, has_drafts: false, has_failures: false };
+    let scope = Scope {
+        is_static: false,
+        has_drafts: false,
+        has_failures: false,
+    };
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..150));
     let seen = Cell::new(Seen::default());
     check(300, &strategy, |(config, verbs)| {
-        let mut twins = Twins { naive: Naive::new(&config), world: World::new(&config) };
+        let mut twins = Twins {
+            naive: Naive::new(&config),
+            world: World::new(&config),
+        };
         for verb in &verbs {
             twins.apply(verb);
         }
-        while twins.world.core.num_waiting() + twins.world.core.num_running() + twins.world.core.num_in_flight() > 0 {
+        while twins.world.core.num_waiting()
+            + twins.world.core.num_running()
+            + twins.world.core.num_in_flight()
+            > 0
+        {
             twins.apply(&Verb::Turn);
         }
         let mut sum = seen.get();
@@ -110,17 +136,37 @@ fn plans_are_those_of_a_naive_model() {
         seen.set(sum);
     });
     let seen = seen.get();
-    assert!(seen.preemptions > 0 && seen.hit_tokens > 0 && seen.chunks > 0, "{seen:?}");
+    assert!(
+        seen.preemptions > 0 && seen.hit_tokens > 0 && seen.chunks > 0,
+        "{seen:?}"
+    );
 }
 
 #[test]
 fn a_finish_found_outside_ends_a_request_for_both_models() {
-    let config = noria_core::Config { num_blocks: 8, block_size: 2, ..noria_core::Config::default() };
-    let mut twins = Twins { naive: Naive::new(&config), world: World::new(&config) };
+    let config = noria_core::Config {
+        num_blocks: 8,
+        block_size: 2,
+        ..noria_core::Config::default()
+    };
+    let mut twins = Twins {
+        naive: Naive::new(&config),
+        world: World::new(&config),
+    };
     twins.apply(&Verb::Submit(crate::support::Ask::new(&[1, 2, 3], 5)));
     twins.apply(&Verb::Turn);
-    twins.apply(&Verb::Finish { which: 0, cut: 0, reason: 0 });
-    let account = twins.world.ledger.accounts.values().next().expect("one was submitted");
+    twins.apply(&Verb::Finish {
+        which: 0,
+        cut: 0,
+        reason: 0,
+    });
+    let account = twins
+        .world
+        .ledger
+        .accounts
+        .values()
+        .next()
+        .expect("one was submitted");
     assert_eq!(account.end, Some((FinishReason::Stop, 1)));
     assert_eq!(twins.naive.pool(), (7, 1, 0));
 }

@@ -11,7 +11,10 @@ impl Naive {
 
     fn num_exclusive(&self, handle: u64) -> u32 {
         let table = &self.sequence(handle).table;
-        table.iter().filter(|&&at| self.blocks[at].num_holders == 1).count() as u32
+        table
+            .iter()
+            .filter(|&&at| self.blocks[at].num_holders == 1)
+            .count() as u32
     }
 
     fn is_reached(&self, handle: u64) -> bool {
@@ -30,9 +33,10 @@ impl Naive {
             return false;
         }
         let best = self.handles(State::Running)[0];
-        let victim = self.ranking().into_iter().find(|&handle| {
-            handle != best && (handle == grower || self.may_leave(handle))
-        });
+        let victim = self
+            .ranking()
+            .into_iter()
+            .find(|&handle| handle != best && (handle == grower || self.may_leave(handle)));
         if let Some(victim) = victim {
             self.preempt(victim);
         }
@@ -51,7 +55,11 @@ impl Naive {
         }
         let mut residents = self.handles(State::Running);
         residents.retain(|&handle| {
-            !self.plan.told.iter().any(|told| matches!(told, Told::Entered(newcomer, _) if *newcomer == handle))
+            !self
+                .plan
+                .told
+                .iter()
+                .any(|told| matches!(told, Told::Entered(newcomer, _) if *newcomer == handle))
         });
         let is_band_best = |handle: u64| {
             let band = self.key(handle).0;
@@ -61,9 +69,17 @@ impl Naive {
             let sequence = self.sequence(handle);
             let most = sequence.ask.prompt.len() as u32 + sequence.max_output - 1;
             let ends_in_place = sequence.table.len() as u32 >= self.blocks_for(most);
-            let num_recomputed = self.num_exclusive(handle).min(self.blocks_for(sequence.planned));
+            let num_recomputed = self
+                .num_exclusive(handle)
+                .min(self.blocks_for(sequence.planned));
             let (band, arrival) = sequence.key;
-            (Reverse(band), is_band_best(handle), ends_in_place, num_recomputed, Reverse(arrival))
+            (
+                Reverse(band),
+                is_band_best(handle),
+                ends_in_place,
+                num_recomputed,
+                Reverse(arrival),
+            )
         };
         let mut ranking = residents.clone();
         ranking.retain(|&handle| !self.sequence(handle).ends_in_flight());
@@ -82,7 +98,8 @@ impl Naive {
                 .find(|&handle| is_open && after.is_none_or(|after| self.key(handle) > after));
             match (resident, newcomer) {
                 (Some(resident), newcomer)
-                    if newcomer.is_none_or(|newcomer| self.key(resident).0 <= self.key(newcomer).0) =>
+                    if newcomer
+                        .is_none_or(|newcomer| self.key(resident).0 <= self.key(newcomer).0) =>
                 {
                     num_passed += 1;
                     if self.sequence(resident).state == State::Running {
@@ -113,10 +130,17 @@ impl Naive {
 
     /// What one of `num_others + 1` prefills may take.
     fn share(&self, num_others: u32) -> u32 {
-        let num_open = self.config.max_partial_prefills.saturating_sub(self.plan.num_partial);
+        let num_open = self
+            .config
+            .max_partial_prefills
+            .saturating_sub(self.plan.num_partial);
         let part = self.plan.left / num_open.min(num_others + 1).max(1);
         let block_size = self.config.block_size;
-        if part >= block_size { part / block_size * block_size } else { self.plan.left.min(block_size) }
+        if part >= block_size {
+            part / block_size * block_size
+        } else {
+            self.plan.left.min(block_size)
+        }
     }
 
     fn num_newcomers(&self) -> u32 {
@@ -134,7 +158,8 @@ impl Naive {
         if remaining <= most.min(max_tokens) {
             return remaining;
         }
-        let may_be_partial = num_taken > 0 || self.plan.num_partial < self.config.max_partial_prefills;
+        let may_be_partial =
+            num_taken > 0 || self.plan.num_partial < self.config.max_partial_prefills;
         if !may_be_partial {
             return if remaining <= most { remaining } else { 0 };
         }
@@ -151,7 +176,9 @@ impl Naive {
             return Vec::new();
         }
         let last = (sequence.num_tokens() - 1) / self.config.block_size;
-        (held..last).map_while(|column| self.find(&self.content(handle, column))).collect()
+        (held..last)
+            .map_while(|column| self.find(&self.content(handle, column)))
+            .collect()
     }
 
     fn go_on(&mut self, handle: u64, num_behind: usize) {
@@ -166,15 +193,23 @@ impl Naive {
     }
 
     fn num_unheld(&self, hits: &[usize]) -> u32 {
-        hits.iter().filter(|&&at| self.blocks[at].num_holders == 0).count() as u32
+        hits.iter()
+            .filter(|&&at| self.blocks[at].num_holders == 0)
+            .count() as u32
     }
 
-    fn advance(&mut self, handle: u64, hits: &[usize], num: u32, row: Option<(usize, u32, u32)>) -> bool {
+    fn advance(
+        &mut self,
+        handle: u64,
+        hits: &[usize],
+        num: u32,
+        row: Option<(usize, u32, u32)>,
+    ) -> bool {
         let block_size = self.config.block_size;
         let sequence = self.sequence(handle);
         let start = sequence.planned + hits.len() as u32 * block_size;
-        let most_blocks =
-            sequence.table.len() as u32 + hits.len() as u32 + self.available() - self.num_unheld(hits);
+        let most_blocks = sequence.table.len() as u32 + hits.len() as u32 + self.available()
+            - self.num_unheld(hits);
         if most_blocks * block_size <= start {
             return false;
         }
@@ -195,12 +230,11 @@ impl Naive {
         sequence.planned = end;
         let is_partial = end < sequence.num_tokens();
         sequence.has_sampled = !is_partial;
-        match row {
-            Some((i, start, count)) => self.plan.prefills[i] = (handle, start, count + num.min(end - start - count)),
-            None => {
-                self.plan.prefills.push((handle, start, end - start));
-                self.plan.num_partial += u32::from(is_partial);
-            }
+        if let Some((i, start, count)) = row {
+            self.plan.prefills[i] = (handle, start, count + num.min(end - start - count));
+        } else {
+            self.plan.prefills.push((handle, start, end - start));
+            self.plan.num_partial += u32::from(is_partial);
         }
         self.plan.left -= end - start;
         self.offer(handle, end);
@@ -209,9 +243,14 @@ impl Naive {
 
     /// Blocks that the known tokens of running prefills still need.
     fn debt(&self) -> u32 {
-        let owing = self.handles(State::Running).into_iter().map(|handle| self.sequence(handle));
+        let owing = self
+            .handles(State::Running)
+            .into_iter()
+            .map(|handle| self.sequence(handle));
         let prefills = owing.filter(|sequence| !sequence.has_sampled);
-        prefills.map(|sequence| self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32).sum()
+        prefills
+            .map(|sequence| self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32)
+            .sum()
     }
 
     /// Admits or resumes; `false` closes the line behind.
@@ -242,7 +281,11 @@ impl Naive {
         let mut leaving = Vec::new();
         let band = self.key(handle).0;
         loop {
-            let watermark = if num_running == 0 { 0 } else { self.config.watermark_blocks };
+            let watermark = if num_running == 0 {
+                0
+            } else {
+                self.config.watermark_blocks
+            };
             if has_seat && num_new + debt + watermark <= num_available {
                 break;
             }

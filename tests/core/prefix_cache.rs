@@ -24,7 +24,10 @@ fn prompt(num_tokens: i32) -> Vec<i32> {
 /// Prompt tokens found, of each admission that the last plan made.
 fn found(world: &World) -> Vec<i64> {
     let events = world.core.events().iter();
-    events.filter(|event| event.kind == EventKind::Admitted).map(|event| event.first).collect()
+    events
+        .filter(|event| event.kind == EventKind::Admitted)
+        .map(|event| event.first)
+        .collect()
 }
 
 /// Runs one request to its end, and says how many of its prompt tokens were found.
@@ -52,7 +55,10 @@ fn many_requests_with_one_long_prompt_compute_it_once_together() {
         };
         let mut world = World::new(&config);
         for flavour in 0..64 {
-            world.submit(&Ask { flavour, ..Ask::new(&prompt(4003), 3) });
+            world.submit(&Ask {
+                flavour,
+                ..Ask::new(&prompt(4003), 3)
+            });
         }
         let mut num_listed = 0;
         while world.ledger.live().count() > 0 {
@@ -77,7 +83,11 @@ fn a_prompt_in_the_same_step_finds_blocks_that_the_step_itself_fills() {
     assert_eq!(found(&world), [0, 8]);
     let rows: Vec<(u32, u32)> = view.rows.iter().map(|row| (row.start, row.count)).collect();
     assert_eq!(rows, [(0, 10), (8, 5)]);
-    assert_eq!(view.gained[0].blocks[..2], view.gained[1].blocks[..2], "they hold the same blocks");
+    assert_eq!(
+        view.gained[0].blocks[..2],
+        view.gained[1].blocks[..2],
+        "they hold the same blocks"
+    );
     world.drain();
 }
 
@@ -95,10 +105,17 @@ fn a_hit_stops_before_the_last_token_whose_logits_are_wanted() {
 #[test]
 fn nothing_is_found_across_salts() {
     let mut world = World::new(&config());
-    let ask = |salt: u128| Ask { salt, ..Ask::new(&prompt(12), 1) };
+    let ask = |salt: u128| Ask {
+        salt,
+        ..Ask::new(&prompt(12), 1)
+    };
     assert_eq!(found_by(&mut world, &ask(0)), 0);
     assert_eq!(found_by(&mut world, &ask(1)), 0);
-    assert_eq!(found_by(&mut world, &ask(1 << 64)), 0, "all of a salt counts");
+    assert_eq!(
+        found_by(&mut world, &ask(1 << 64)),
+        0,
+        "all of a salt counts"
+    );
     for salt in [0, 1, 1 << 64] {
         assert_eq!(found_by(&mut world, &ask(salt)), 8);
     }
@@ -107,7 +124,10 @@ fn nothing_is_found_across_salts() {
 #[test]
 fn one_that_does_not_read_the_cache_fills_it_all_the_same() {
     let mut world = World::new(&config());
-    let unread = Ask { reads_prefix_cache: false, ..Ask::new(&prompt(12), 1) };
+    let unread = Ask {
+        reads_prefix_cache: false,
+        ..Ask::new(&prompt(12), 1)
+    };
     assert_eq!(found_by(&mut world, &unread), 0);
     assert_eq!(found_by(&mut world, &unread), 0);
     assert_eq!(found_by(&mut world, &Ask::new(&prompt(12), 1)), 8);
@@ -115,7 +135,10 @@ fn one_that_does_not_read_the_cache_fills_it_all_the_same() {
 
 #[test]
 fn nothing_is_found_where_prefix_caching_is_off() {
-    let mut world = World::new(&Config { enable_prefix_caching: false, ..config() });
+    let mut world = World::new(&Config {
+        enable_prefix_caching: false,
+        ..config()
+    });
     for _ in 0..2 {
         assert_eq!(found_by(&mut world, &Ask::new(&prompt(12), 1)), 0);
     }
@@ -128,8 +151,14 @@ fn only_the_same_prefix_is_found_not_the_same_block_behind_another() {
     world.submit(&Ask::new(&[1, 2, 3, 4, 5, 6, 7, 8, 9], 1));
     world.drain();
     assert_eq!(found_by(&mut world, &Ask::new(&[5, 6, 7, 8, 9], 1)), 0);
-    assert_eq!(found_by(&mut world, &Ask::new(&[1, 2, 3, 9, 5, 6, 7, 8, 9], 1)), 0);
-    assert_eq!(found_by(&mut world, &Ask::new(&[1, 2, 3, 4, 9, 6, 7, 8, 9], 1)), 4);
+    assert_eq!(
+        found_by(&mut world, &Ask::new(&[1, 2, 3, 9, 5, 6, 7, 8, 9], 1)),
+        0
+    );
+    assert_eq!(
+        found_by(&mut world, &Ask::new(&[1, 2, 3, 4, 9, 6, 7, 8, 9], 1)),
+        4
+    );
 }
 
 #[test]
@@ -140,7 +169,11 @@ fn blocks_of_sampled_tokens_are_found_once_they_are_committed() {
         world.turn();
     }
     let output: Vec<i32> = {
-        let truth = world.runner.truths.get_mut(&first).expect("it was submitted");
+        let truth = world
+            .runner
+            .truths
+            .get_mut(&first)
+            .expect("it was submitted");
         (0..12).map(|position| truth.token(position)).collect()
     };
     // Eight tokens are stored when the second output token is sampled; of 11 the third block is not full.
@@ -152,7 +185,10 @@ fn blocks_of_sampled_tokens_are_found_once_they_are_committed() {
 
 #[test]
 fn the_least_recently_used_chain_is_evicted_first_and_from_its_tail() {
-    let mut world = World::new(&Config { num_blocks: 8, ..config() });
+    let mut world = World::new(&Config {
+        num_blocks: 8,
+        ..config()
+    });
     let (old, new): (Vec<i32>, Vec<i32>) = ((0..12).collect(), (20..32).collect());
     world.submit(&Ask::new(&old, 1));
     world.drain();
@@ -163,7 +199,11 @@ fn the_least_recently_used_chain_is_evicted_first_and_from_its_tail() {
     world.submit(&Ask::new(&(40..55).collect::<Vec<i32>>(), 1));
     world.drain();
     assert_eq!(found_by(&mut world, &Ask::new(&new, 1)), 8);
-    assert_eq!(found_by(&mut world, &Ask::new(&old, 1)), 4, "its head is left");
+    assert_eq!(
+        found_by(&mut world, &Ask::new(&old, 1)),
+        4,
+        "its head is left"
+    );
 }
 
 #[test]
@@ -173,7 +213,11 @@ fn a_reset_frees_what_nobody_holds_and_hides_the_rest() {
     world.drain();
     let running = world.submit(&Ask::new(&prompt(9), 9));
     world.turn();
-    assert_eq!(world.reset_prefix_cache(), 1, "two of three blocks are held");
+    assert_eq!(
+        world.reset_prefix_cache(),
+        1,
+        "two of three blocks are held"
+    );
     world.submit(&Ask::new(&prompt(12), 1));
     world.plan();
     assert_eq!(found(&world), [0]);
@@ -184,13 +228,20 @@ fn a_reset_frees_what_nobody_holds_and_hides_the_rest() {
 #[test]
 fn a_block_filled_twice_keeps_its_first_entry() {
     let mut world = World::new(&config());
-    let unread = Ask { reads_prefix_cache: false, ..Ask::new(&prompt(9), 1) };
+    let unread = Ask {
+        reads_prefix_cache: false,
+        ..Ask::new(&prompt(9), 1)
+    };
     world.submit(&unread);
     world.submit(&unread);
     world.plan();
     assert_eq!(world.core.kv().cache().num_registered(), 2);
     world.drain();
-    assert_eq!(world.core.kv().pool().num_cached(), 2, "the second copy is free");
+    assert_eq!(
+        world.core.kv().pool().num_cached(),
+        2,
+        "the second copy is free"
+    );
 }
 
 #[test]
@@ -206,7 +257,11 @@ fn what_a_failed_step_filled_is_not_found() {
 
 #[test]
 fn what_steps_before_the_failed_one_filled_is_found_again() {
-    let mut world = World::new(&Config { depth: 3, max_num_batched_tokens: 8, ..config() });
+    let mut world = World::new(&Config {
+        depth: 3,
+        max_num_batched_tokens: 8,
+        ..config()
+    });
     let handle = world.submit(&Ask::new(&prompt(24), 3));
     for _ in 0..3 {
         world.plan();
@@ -221,7 +276,11 @@ fn what_steps_before_the_failed_one_filled_is_found_again() {
 
 #[test]
 fn a_preempted_request_finds_its_own_blocks_again() {
-    let config = Config { max_num_seqs: 1, key: noria_core::KeyPolicy::Priority, ..config() };
+    let config = Config {
+        max_num_seqs: 1,
+        key: noria_core::KeyPolicy::Priority,
+        ..config()
+    };
     let mut world = World::new(&config);
     let low = world.submit(&Ask::new(&prompt(13), 6).priority(1));
     world.turn();

@@ -1,342 +1,11 @@
-//! Random verbs on tiny pools and alphabets: whatever happens, each request gets its own tokens, once, and an end.
+//! Random traffic: whatever happens, each request gets its own tokens, once, and an end.
 
 use std::cell::Cell;
 
-use noria_core::{Admission, Config, Drafts, FinishReason, Handle, KeyPolicy, Reject};
 use proptest::prelude::*;
-use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
-use crate::support::{Ask, Breakage, Seen, World};
-
-/// One verb; its numbers are read as what there is to choose from.
-#[derive(Clone, Debug)]
-pub(crate) enum Verb {
-    Submit(Ask),
-    Plan,
-    PlanDrafts {
-        chosen: u8,
-        count: i32,
-        right: u8,
-        has_ids: bool,
-        is_spoiled: bool,
-    },
-    Run,
-    Commit {
-        supplied: u8,
-    },
-    Turn,
-    Fail {
-        num_before: u8,
-        breakage: u8,
-    },
-    PokeDiscarded,
-    Finish {
-        which: u8,
-        cut: u8,
-        reason: u8,
-    },
-    Expire {
-        which: u8,
-    },
-    Unpark {
-        which: u8,
-    },
-    Reset,
-}
-
-/// Which parts of the core a run exercises.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Scope {
-    pub(crate) is_static: bool,
-    pub(crate) has_drafts: bool,
-    pub(crate) has_failures: bool,
-}
-
-prop_compose! {
-    pub(crate) fn configs(scope: Scope)(
-        (num_blocks, block_size, max_num_seqs) in (2u32..=24, 1u32..=4, 1u32..=6),
-        (spare_tokens, max_model_len, vocab_size) in (0u32..=12, 4u32..=40, 2u32..=3),
-        (depth, max_drafts) in (1u32..=3, prop_oneof![1 => Just(0u32), 8 => 1u32..=3]),
-        (max_partial_prefills, threshold) in (1u32..=3, prop_oneof![2 => Just(0u32), 1 => 1u32..=6]),
-        enable_prefix_caching in prop::bool::weighted(0.8),
-        watermark in prop_oneof![2 => Just(0u32), 1 => 0u32..=3],
-        is_priority in any::<bool>(),
-        is_padded in any::<bool>(),
-        max_queued in prop_oneof![4 => Just(64u32), 1 => 1u32..=4],
-    ) -> Config {
-        Config {
-            num_blocks,
-            block_size,
-            max_num_seqs,
-            max_num_batched_tokens: max_num_seqs + spare_tokens,
-            max_model_len,
-            vocab_size,
-            depth,
-            max_drafts: if scope.has_drafts { max_drafts } else { 0 },
-            max_partial_prefills,
-            long_prefill_token_threshold: threshold,
-            enable_prefix_caching,
-            watermark_blocks: watermark.min(num_blocks - 1),
-            key: if is_priority { KeyPolicy::Priority } else { KeyPolicy::Fcfs },
-            admission: match (scope.is_static, is_padded) {
-                (false, _) => Admission::Optimistic,
-                (true, false) => Admission::StaticGang,
-                (true, true) => Admission::StaticPadded,
-            },
-            max_queued,
-            hash_seed: 5,
-            num_records: 4,
-        }
-    }
-}
-
-prop_compose! {
-    pub(crate) fn asks(scope: Scope)(
-        pattern in 0u8..4,
-        len in 1usize..=14,
-        flip in prop_oneof![2 => Just(None), 1 => (0usize..14).prop_map(Some)],
-        max_tokens in prop_oneof![3 => 1i64..=10, 1 => 1i64..=40],
-        priority in -1i32..=2,
-        (stops, salt, flavour) in (0u8..8, 0u128..=1, 0u64..=2),
-        (parked, host_masked, reads_prefix_cache) in
-            (prop::bool::weighted(0.1), prop::bool::weighted(0.15), prop::bool::weighted(0.9)),
-        breaks_at in prop_oneof![6 => Just(None), 1 => (0u32..20).prop_map(Some)],
-    ) -> Ask {
-        // Few patterns, so that prompts share prefixes of many lengths.
-        let mut prompt: Vec<i32> = (0..len).map(|i| (u32::from(pattern) >> (i % 2) & 1) as i32).collect();
-        if let Some(token) = flip.and_then(|at| prompt.get_mut(at)) {
-            *token = 1 - *token;
-        }
-        Ask {
-            prompt,
-            max_tokens,
-            priority,
-            stop_ids: match stops { 0 => vec![1], 1 => vec![2, 0], _ => vec![] },
-            salt,
-            parked,
-            host_masked,
-            reads_prefix_cache,
-            flavour,
-            breaks_at: breaks_at.filter(|_| scope.has_failures),
-        }
-    }
-}
-
-pub(crate) fn verbs(scope: Scope) -> impl Strategy<Value = Verb> {
-    let drafts = (
-        any::<u8>(),
-        prop_oneof![1 => -1i32..=0, 8 => 1i32..=4],
-        any::<u8>(),
-        any::<bool>(),
-        prop::bool::weighted(0.1),
-    )
-        .prop_map(
-            |(chosen, count, right, has_ids, is_spoiled)| Verb::PlanDrafts {
-                chosen,
-                count,
-                right,
-                has_ids,
-                is_spoiled,
-            },
-        );
-    let fail = (0u8..3, 0u8..3).prop_map(|(num_before, breakage)| Verb::Fail {
-        num_before,
-        breakage,
-    });
-    let finish = (any::<u8>(), 0u8..3, 0u8..3).prop_map(|(which, cut, reason)| Verb::Finish {
-        which,
-        cut,
-        reason,
-    });
-    prop_oneof![
-        10 => asks(scope).prop_map(Verb::Submit),
-        if scope.has_drafts { 6 } else { 12 } => Just(Verb::Plan),
-        if scope.has_drafts { 20 } else { 1 } => drafts,
-        12 => Just(Verb::Run),
-        12 => prop_oneof![6 => Just(255u8), 1 => any::<u8>()].prop_map(|supplied| Verb::Commit { supplied }),
-        if scope.has_drafts { 3 } else { 10 } => Just(Verb::Turn),
-        if scope.has_failures { 3 } else { 1 } => if scope.has_failures { fail.boxed() } else { Just(Verb::Plan).boxed() },
-        1 => Just(Verb::PokeDiscarded),
-        2 => finish,
-        1 => any::<u8>().prop_map(|which| Verb::Expire { which }),
-        2 => any::<u8>().prop_map(|which| Verb::Unpark { which }),
-        1 => Just(Verb::Reset),
-    ]
-}
-
-/// The request, cut to what can fit.
-fn fitted(ask: &Ask, config: &Config) -> Ask {
-    let room = config.max_model_len.min(config.num_blocks * config.block_size + 1) as usize;
-    let mut ask = ask.clone();
-    ask.prompt.truncate((room / 2).max(1));
-    ask.max_tokens = ask.max_tokens.min((room - ask.prompt.len()) as i64);
-    ask
-}
-
-/// A request, ended ones and (for odd high numbers) such as never were included.
-fn handle_at(world: &World, which: u8) -> u64 {
-    let accounts = &world.ledger.accounts;
-    match accounts
-        .keys()
-        .nth(usize::from(which) % (accounts.len() + 1))
-    {
-        Some(&handle) => handle,
-        None => u64::from(which) << 32 | u64::from(which),
-    }
-}
-
-fn plan_drafts(
-    world: &mut World,
-    chosen: u8,
-    count: i32,
-    right: u8,
-    has_ids: bool,
-    is_spoiled: bool,
-) {
-    let handles: Vec<u64> = world
-        .ledger
-        .accounts
-        .keys()
-        .enumerate()
-        .filter(|(i, _)| chosen >> (i % 8) & 1 == 1)
-        .map(|(_, &handle)| handle)
-        .collect();
-    let counts = vec![count; handles.len()];
-    let vocab_size = world.config.vocab_size as i32;
-    let mut ids = Vec::new();
-    for &handle in &handles {
-        let num_tokens = world.account(handle).num_tokens();
-        for i in 0..count.max(0) {
-            let truth = world
-                .runner
-                .truths
-                .get_mut(&handle)
-                .expect("handle is known");
-            let next = truth.token((num_tokens as i32 + i) as usize);
-            let is_right = right >> (i as u32 + handle as u32) % 8 & 1 == 1;
-            ids.push(if is_right {
-                next
-            } else {
-                (next + 1) % vocab_size
-            });
-        }
-    }
-    if is_spoiled {
-        ids.pop();
-        if let Some(id) = ids.first_mut() {
-            *id = vocab_size;
-        }
-    }
-    let handles: Vec<Handle> = handles.into_iter().map(Handle::from_bits).collect();
-    let drafts = Drafts {
-        handles: &handles,
-        counts: &counts,
-        ids: has_ids.then_some(ids.as_slice()),
-    };
-    world.plan_with(&drafts);
-}
-
-pub(crate) fn apply(world: &mut World, verb: &Verb) {
-    match *verb {
-        Verb::Submit(ref ask) => {
-            if let Err(Reject::PromptTooLong { .. } | Reject::NeverFits { .. }) = world.try_submit(ask) {
-                let _ = world.try_submit(&fitted(ask, &world.config));
-            }
-        }
-        Verb::Plan => {
-            world.plan();
-        }
-        Verb::PlanDrafts {
-            chosen,
-            count,
-            right,
-            has_ids,
-            is_spoiled,
-        } => {
-            plan_drafts(world, chosen, count, right, has_ids, is_spoiled);
-        }
-        Verb::Run => {
-            world.run();
-        }
-        Verb::Commit { supplied } => {
-            world.commit_with(|_, row| supplied >> (row % 8) & 1 == 1);
-        }
-        Verb::Turn => {
-            world.turn();
-        }
-        Verb::Fail {
-            num_before,
-            breakage,
-        } => {
-            let num_queued = world.runner.queue.len();
-            if num_queued > 0 {
-                let breakage = [Breakage::Untouched, Breakage::Garbage, Breakage::Whole]
-                    [usize::from(breakage)];
-                world.fail(usize::from(num_before) % num_queued, breakage);
-            }
-        }
-        Verb::PokeDiscarded => world.poke_discarded(),
-        Verb::Finish { which, cut, reason } => {
-            let handle = handle_at(world, which);
-            let num_output = world
-                .ledger
-                .accounts
-                .get(&handle)
-                .map_or(0, |account| account.num_output);
-            let reason =
-                [FinishReason::Stop, FinishReason::Abort, FinishReason::Error][usize::from(reason)];
-            world.finish(handle, num_output.saturating_sub(cut.into()), reason);
-        }
-        Verb::Expire { which } => {
-            let handle = handle_at(world, which);
-            world.expire(handle);
-        }
-        Verb::Unpark { which } => {
-            let handle = handle_at(world, which);
-            world.unpark(handle);
-        }
-        Verb::Reset => {
-            world.reset_prefix_cache();
-        }
-    }
-}
-
-/// Lets everything come to its end, what was parked last.
-pub(crate) fn wind_up(world: &mut World) {
-    world.drain();
-    let parked: Vec<u64> = world.ledger.live().map(|(handle, _)| handle).collect();
-    for handle in parked {
-        assert!(world.unpark(handle));
-    }
-    world.drain();
-    assert_eq!(world.ledger.live().count(), 0);
-}
-
-/// `PROPTEST_CASES` makes it longer, `NORIA_TEST_SEED` another.
-pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::Value)) {
-    let number = |name: &str| {
-        std::env::var(name)
-            .ok()
-            .and_then(|text| text.parse::<u64>().ok())
-    };
-    let config = ProptestConfig {
-        cases: number("PROPTEST_CASES").map_or(num_cases, |cases| cases as u32),
-        failure_persistence: None,
-        max_shrink_iters: 20_000,
-        ..ProptestConfig::default()
-    };
-    let mut seed = [7; 32];
-    seed[..8].copy_from_slice(&number("NORIA_TEST_SEED").unwrap_or(0).to_le_bytes());
-    let mut runner =
-        TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
-    let result = runner.run(strategy, |value| {
-        test(value);
-        Ok(())
-    });
-    if let Err(error) = result {
-        panic!("{error}");
-    }
-}
+use crate::support::{Seen, World};
+use crate::traffic::{Scope, apply, check, configs, verbs, wind_up};
 
 fn traffic(scope: Scope, num_cases: u32) {
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..120));
@@ -353,12 +22,28 @@ fn traffic(scope: Scope, num_cases: u32) {
     });
     let seen = seen.get();
     assert!(seen.chunks > 0 && seen.wasted_tokens > 0, "{seen:?}");
-    assert_eq!(seen.preemptions > 0, !scope.is_static || scope.has_failures, "{seen:?}");
+    assert_eq!(
+        seen.preemptions > 0,
+        !scope.is_static || scope.has_failures,
+        "{seen:?}"
+    );
     assert_eq!(seen.hit_tokens > 0, !scope.is_static, "{seen:?}");
-    assert_eq!(seen.device_starts > 0 && seen.listed_drafts > 0, scope.has_drafts, "{seen:?}");
-    assert_eq!(seen.late_failures > 0 && seen.confined_steps > 0, scope.has_failures, "{seen:?}");
+    assert_eq!(
+        seen.device_starts > 0 && seen.listed_drafts > 0,
+        scope.has_drafts,
+        "{seen:?}"
+    );
+    assert_eq!(
+        seen.late_failures > 0 && seen.confined_steps > 0,
+        scope.has_failures,
+        "{seen:?}"
+    );
     assert!(seen.errors > 0, "{seen:?}");
-    assert_eq!(seen.ghosts > 0 && seen.padding > 0, scope.is_static, "{seen:?}");
+    assert_eq!(
+        seen.ghosts > 0 && seen.padding > 0,
+        scope.is_static,
+        "{seen:?}"
+    );
     if std::env::var_os("PROPTEST_CASES").is_some() {
         println!("{seen:?}");
     }
@@ -366,25 +51,60 @@ fn traffic(scope: Scope, num_cases: u32) {
 
 #[test]
 fn every_request_gets_its_own_tokens_in_any_traffic() {
-    traffic(Scope { is_static: false, has_drafts: false, has_failures: false }, 150);
+    traffic(
+        Scope {
+            is_static: false,
+            has_drafts: false,
+            has_failures: false,
+        },
+        150,
+    );
 }
 
 #[test]
 fn every_request_gets_its_own_tokens_with_drafts_in_any_traffic() {
-    traffic(Scope { is_static: false, has_drafts: true, has_failures: false }, 150);
+    traffic(
+        Scope {
+            is_static: false,
+            has_drafts: true,
+            has_failures: false,
+        },
+        150,
+    );
 }
 
 #[test]
 fn every_request_gets_its_own_tokens_with_drafts_and_failures_in_any_traffic() {
-    traffic(Scope { is_static: false, has_drafts: true, has_failures: true }, 200);
+    traffic(
+        Scope {
+            is_static: false,
+            has_drafts: true,
+            has_failures: true,
+        },
+        200,
+    );
 }
 
 #[test]
 fn every_request_gets_its_own_tokens_in_static_batches() {
-    traffic(Scope { is_static: true, has_drafts: true, has_failures: false }, 100);
+    traffic(
+        Scope {
+            is_static: true,
+            has_drafts: true,
+            has_failures: false,
+        },
+        100,
+    );
 }
 
 #[test]
 fn every_request_gets_its_own_tokens_in_static_batches_with_failures() {
-    traffic(Scope { is_static: true, has_drafts: true, has_failures: true }, 150);
+    traffic(
+        Scope {
+            is_static: true,
+            has_drafts: true,
+            has_failures: true,
+        },
+        150,
+    );
 }

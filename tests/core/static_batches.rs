@@ -36,26 +36,46 @@ fn steps(world: &mut World) -> Vec<StepView> {
 }
 
 fn count(views: &[StepView], flag: i32) -> usize {
-    views.iter().flat_map(|view| &view.rows).filter(|row| row.has(flag)).count()
+    views
+        .iter()
+        .flat_map(|view| &view.rows)
+        .filter(|row| row.has(flag))
+        .count()
 }
 
 #[test]
 fn a_gang_enters_only_an_empty_batch() {
     for admission in [GANG, PADDED] {
         for depth in 1..=3 {
-            let mut world = World::new(&Config { depth, ..config(admission) });
-            let handles: Vec<u64> =
-                (0..10).map(|seed| world.submit(&Ask::sized(seed, 3, 2 + i64::from(seed) % 5))).collect();
+            let mut world = World::new(&Config {
+                depth,
+                ..config(admission)
+            });
+            let handles: Vec<u64> = (0..10)
+                .map(|seed| world.submit(&Ask::sized(seed, 3, 2 + i64::from(seed) % 5)))
+                .collect();
             for (i, view) in steps(&mut world).iter().enumerate() {
                 let gained: Vec<u64> = view.gained.iter().map(|gain| gain.handle).collect();
                 if gained.is_empty() {
                     continue;
                 }
-                let gang = handles.chunks(4).find(|gang| gang[0] == gained[0]).expect("in order of arrival");
+                let gang = handles
+                    .chunks(4)
+                    .find(|gang| gang[0] == gained[0])
+                    .expect("in order of arrival");
                 assert_eq!(gained, gang, "step {i}: a whole gang enters, and at once");
-                assert!(view.rows.iter().all(|row| gained.contains(&row.handle)), "the batch was empty");
+                assert!(
+                    view.rows.iter().all(|row| gained.contains(&row.handle)),
+                    "the batch was empty"
+                );
             }
-            assert!(world.ledger.accounts.values().all(|account| account.num_preemptions == 0));
+            assert!(
+                world
+                    .ledger
+                    .accounts
+                    .values()
+                    .all(|account| account.num_preemptions == 0)
+            );
         }
     }
 }
@@ -64,18 +84,35 @@ fn a_gang_enters_only_an_empty_batch() {
 fn a_gang_reserves_for_each_the_longest_prompt_and_the_longest_limit_of_any() {
     for admission in [GANG, PADDED] {
         // Prompts of 10 and 2, limits of 3 and 15: each reserves 10 + 15 - 1 slots, six blocks.
-        let asks = [Ask::sized(1, 10, 3), Ask::sized(2, 2, 15), Ask::sized(3, 4, 4), Ask::sized(4, 4, 4)];
+        let asks = [
+            Ask::sized(1, 10, 3),
+            Ask::sized(2, 2, 15),
+            Ask::sized(3, 4, 4),
+            Ask::sized(4, 4, 4),
+        ];
         for (num_blocks, num_in_gang) in [(24, 4), (23, 3), (18, 3), (17, 2), (12, 2), (11, 1)] {
-            let mut world = World::new(&Config { num_blocks, ..config(admission) });
+            let mut world = World::new(&Config {
+                num_blocks,
+                ..config(admission)
+            });
             for ask in &asks {
                 world.submit(ask);
             }
             let view = world.plan().expect("there is work");
             assert_eq!(view.gained.len(), num_in_gang, "{num_blocks}");
             let reserved = if num_in_gang == 1 { 3 } else { 6 };
-            assert!(view.gained.iter().all(|gain| gain.blocks.len() == reserved), "{num_blocks}");
+            assert!(
+                view.gained.iter().all(|gain| gain.blocks.len() == reserved),
+                "{num_blocks}"
+            );
             world.drain();
-            assert!(world.ledger.accounts.values().all(|account| account.num_preemptions == 0));
+            assert!(
+                world
+                    .ledger
+                    .accounts
+                    .values()
+                    .all(|account| account.num_preemptions == 0)
+            );
         }
     }
 }
@@ -88,31 +125,60 @@ fn padding_brings_every_prompt_to_the_longest_of_its_gang() {
         world.submit(&Ask::sized(seed as i32, len, 3));
     }
     let views = steps(&mut world);
-    let padding: u32 =
-        views.iter().flat_map(|view| &view.rows).filter(|row| row.has(flags::PADDING)).map(|row| row.count).sum();
-    assert_eq!(padding as usize, lens.iter().map(|len| 9 - len).sum::<usize>());
-    assert_eq!(world.core.records().map(|record| record.num_padding_tokens).sum::<i64>(), padding.into());
+    let padding: u32 = views
+        .iter()
+        .flat_map(|view| &view.rows)
+        .filter(|row| row.has(flags::PADDING))
+        .map(|row| row.count)
+        .sum();
+    assert_eq!(
+        padding as usize,
+        lens.iter().map(|len| 9 - len).sum::<usize>()
+    );
+    assert_eq!(
+        world
+            .core
+            .records()
+            .map(|record| record.num_padding_tokens)
+            .sum::<i64>(),
+        padding.into()
+    );
     assert_eq!(views[0].num_tokens, 4 * 9);
 }
 
 #[test]
 fn padding_is_paid_over_as_many_steps_as_it_takes() {
     for depth in 1..=3 {
-        let mut world = World::new(&Config { max_num_batched_tokens: 5, depth, ..config(PADDED) });
+        let mut world = World::new(&Config {
+            max_num_batched_tokens: 5,
+            depth,
+            ..config(PADDED)
+        });
         for (seed, len) in [9, 4, 1, 6].into_iter().enumerate() {
             world.submit(&Ask::sized(seed as i32, len, 3));
         }
         let views = steps(&mut world);
-        let of_prompts = views.iter().take_while(|view| view.rows.iter().all(|row| row.has(flags::LISTED | flags::PADDING)));
+        let of_prompts = views.iter().take_while(|view| {
+            view.rows
+                .iter()
+                .all(|row| row.has(flags::LISTED | flags::PADDING))
+        });
         let num_tokens: u32 = of_prompts.map(|view| view.num_tokens).sum();
-        assert_eq!(num_tokens, 4 * 9, "no decode before the whole gang is through its prompts");
+        assert_eq!(
+            num_tokens,
+            4 * 9,
+            "no decode before the whole gang is through its prompts"
+        );
     }
 }
 
 #[test]
 fn finished_rows_stay_as_ghosts_until_the_gang_ends() {
     for depth in 1..=3 {
-        let mut world = World::new(&Config { depth, ..config(PADDED) });
+        let mut world = World::new(&Config {
+            depth,
+            ..config(PADDED)
+        });
         let limits = [2, 7, 3, 5];
         for (seed, limit) in limits.into_iter().enumerate() {
             world.submit(&Ask::sized(seed as i32, 4, limit));
@@ -123,10 +189,20 @@ fn finished_rows_stay_as_ghosts_until_the_gang_ends() {
         let rows: Vec<usize> = views.iter().map(|view| view.rows.len()).collect();
         assert!(depth > 1 || rows == [4; 7], "{rows:?}");
         let num_ghosts = count(&views[..7], flags::GHOST);
-        let latest = limits.iter().map(|limit| 7 - *limit as usize).sum::<usize>();
+        let latest = limits
+            .iter()
+            .map(|limit| 7 - *limit as usize)
+            .sum::<usize>();
         let delayed = limits.iter().filter(|limit| **limit < 7).count() * (depth as usize - 1);
-        assert!(num_ghosts <= latest && num_ghosts + delayed >= latest, "depth {depth}: {num_ghosts} ghosts");
-        let recorded: i64 = world.core.records().map(|record| record.num_ghost_rows).sum();
+        assert!(
+            num_ghosts <= latest && num_ghosts + delayed >= latest,
+            "depth {depth}: {num_ghosts} ghosts"
+        );
+        let recorded: i64 = world
+            .core
+            .records()
+            .map(|record| record.num_ghost_rows)
+            .sum();
         assert_eq!(recorded as usize, count(&views, flags::GHOST));
     }
 }
@@ -139,14 +215,24 @@ fn a_gang_without_padding_computes_no_padding_and_no_ghosts() {
         world.submit(&Ask::sized(seed as i32, 4 + seed, limit));
     }
     let views = steps(&mut world);
-    assert_eq!(count(&views, flags::GHOST) + count(&views, flags::PADDING), 0);
+    assert_eq!(
+        count(&views, flags::GHOST) + count(&views, flags::PADDING),
+        0
+    );
     let rows: Vec<usize> = views.iter().map(|view| view.rows.len()).collect();
-    assert_eq!(rows, [4, 4, 3, 2, 2, 1, 1], "seats empty, and nobody takes them");
+    assert_eq!(
+        rows,
+        [4, 4, 3, 2, 2, 1, 1],
+        "seats empty, and nobody takes them"
+    );
 }
 
 #[test]
 fn a_gang_whose_last_live_member_is_aborted_ends_with_its_ghosts() {
-    let mut world = World::new(&Config { depth: 3, ..config(PADDED) });
+    let mut world = World::new(&Config {
+        depth: 3,
+        ..config(PADDED)
+    });
     let short = world.submit(&Ask::sized(1, 4, 1));
     let long = world.submit(&Ask::sized(2, 4, 40));
     for _ in 0..3 {
@@ -154,7 +240,10 @@ fn a_gang_whose_last_live_member_is_aborted_ends_with_its_ghosts() {
     }
     assert!(!world.account(short).is_live());
     assert_eq!(world.core.num_running(), 1);
-    assert!(world.core.num_held_blocks() > 11, "the ghost holds its reservation");
+    assert!(
+        world.core.num_held_blocks() > 11,
+        "the ghost holds its reservation"
+    );
     world.abort(long);
     assert_eq!(world.core.num_held_blocks(), 0);
     let next = world.submit(&Ask::sized(3, 4, 2));
@@ -166,14 +255,26 @@ fn a_gang_whose_last_live_member_is_aborted_ends_with_its_ghosts() {
 fn part_of_a_failed_gang_that_enters_first_does_not_lock_out_the_rest() {
     for admission in [GANG, PADDED] {
         // Three fail together; the memory of the next gang has room for two of them.
-        let mut world = World::new(&Config { num_blocks: 12, depth: 2, ..config(admission) });
-        let asks = [Ask::sized(1, 4, 4), Ask::sized(2, 4, 4), Ask::sized(3, 4, 4), Ask::sized(4, 4, 30)];
+        let mut world = World::new(&Config {
+            num_blocks: 12,
+            depth: 2,
+            ..config(admission)
+        });
+        let asks = [
+            Ask::sized(1, 4, 4),
+            Ask::sized(2, 4, 4),
+            Ask::sized(3, 4, 4),
+            Ask::sized(4, 4, 30),
+        ];
         let handles: Vec<u64> = asks.iter().map(|ask| world.submit(ask)).collect();
         world.plan();
         world.fail(0, crate::support::Breakage::Whole);
         world.drain();
         for (handle, ask) in handles.iter().zip(&asks) {
-            assert_eq!(world.account(*handle).end, Some((FinishReason::Length, ask.max_tokens as u32)));
+            assert_eq!(
+                world.account(*handle).end,
+                Some((FinishReason::Length, ask.max_tokens as u32))
+            );
         }
     }
 }

@@ -79,6 +79,8 @@ pub struct ConfigError {
 /// Counts stay below this, so that every sum of two fits an `i32`.
 const MAX_COUNT: u32 = 1 << 30;
 
+const MAX_SLOTS: u64 = i32::MAX as u64;
+
 impl Config {
     pub(crate) fn validated(self) -> Result<Self, ConfigError> {
         let ranges = [
@@ -138,8 +140,8 @@ impl Config {
                 "num_records",
                 self.num_records,
                 1,
-                MAX_COUNT,
-                "from 1 to 2^30",
+                1 << 20,
+                "from 1 to 2^20",
             ),
         ];
         for (name, value, low, high, expected) in ranges {
@@ -151,6 +153,29 @@ impl Config {
                 });
             }
         }
+        self.validate_sizes()?;
+        Ok(self)
+    }
+
+    /// Values that are in their ranges may still ask for too much together.
+    fn validate_sizes(&self) -> Result<(), ConfigError> {
+        // So that every slot, and every place in a table of tables, is an i32.
+        let slots = u64::from(self.num_blocks) * u64::from(self.block_size);
+        if slots > MAX_SLOTS {
+            return Err(ConfigError {
+                name: "num_blocks",
+                value: self.num_blocks.into(),
+                expected: "less than 2^31 tokens in all (num_blocks * block_size)",
+            });
+        }
+        let entries = u64::from(self.max_num_seqs) * u64::from(self.max_blocks_per_seq());
+        if entries > MAX_SLOTS {
+            return Err(ConfigError {
+                name: "max_num_seqs",
+                value: self.max_num_seqs.into(),
+                expected: "less than 2^31 table entries (max_num_seqs * max_model_len / block_size)",
+            });
+        }
         if self.watermark_blocks >= self.num_blocks {
             return Err(ConfigError {
                 name: "watermark_blocks",
@@ -158,7 +183,7 @@ impl Config {
                 expected: "less than num_blocks",
             });
         }
-        Ok(self)
+        Ok(())
     }
 
     /// The blocks that `num_tokens` need.

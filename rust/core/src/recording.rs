@@ -1,7 +1,10 @@
-//! A recording is the configuration and every verb in order, as little-endian bytes; replaying one gives the same plans.
+//! A recording is the configuration with its checksum, and every verb in order, as little-endian bytes; replaying one
+//! gives the same plans.
 
 use alloc::vec;
 use alloc::vec::Vec;
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::{Config, ConfigError};
 use crate::ids::{Handle, StepId};
@@ -52,6 +55,7 @@ impl Recorder {
             recorder.u64(value.into());
         }
         recorder.u64(config.hash_seed);
+        recorder.u64(xxh3_64(&recorder.bytes));
         recorder
     }
 
@@ -243,6 +247,11 @@ impl<'a> Reader<'a> {
             hash_seed: 0,
         };
         config.hash_seed = self.u64()?;
+        // Its numbers size the pool, so a wrong one is not to be tried.
+        let checksum = xxh3_64(&self.bytes[..self.at]);
+        if self.u64()? != checksum {
+            return self.malformed();
+        }
         Ok(config)
     }
 }

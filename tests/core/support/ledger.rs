@@ -46,9 +46,9 @@ impl Account {
 /// What a commit must have done in all.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct CommitTotals {
-    pub(crate) num_output: i64,
-    pub(crate) num_wasted: i64,
-    pub(crate) num_finished: i64,
+    pub(crate) output: i64,
+    pub(crate) wasted: i64,
+    pub(crate) finished: i64,
 }
 
 #[derive(Debug, Default)]
@@ -117,11 +117,11 @@ impl Ledger {
                     account.suspect_until = None;
                 }
                 account.take(ids);
-                totals.num_finished += i64::from(!account.is_live());
+                totals.finished += i64::from(!account.is_live());
             }
             let num_used = i64::from(account.num_output - num_before);
-            totals.num_output += num_used;
-            totals.num_wasted += i64::from(num) - num_used;
+            totals.output += num_used;
+            totals.wasted += i64::from(num) - num_used;
         }
         totals
     }

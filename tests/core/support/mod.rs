@@ -3,11 +3,14 @@
 
 pub(crate) mod ledger;
 pub(crate) mod runner;
+pub(crate) mod seen;
+mod step_check;
 pub(crate) mod truth;
 pub(crate) mod view;
 pub(crate) mod world;
 
 pub(crate) use runner::Breakage;
+pub(crate) use seen::Seen;
 pub(crate) use truth::Ask;
 pub(crate) use view::StepView;
-pub(crate) use world::{Seen, World};
+pub(crate) use world::World;

@@ -266,10 +266,10 @@ impl NullRunner {
     /// A guess of the device: now right, now wrong.
     fn device_draft(&mut self, row: &RowView, start: usize, i: usize) -> i64 {
         let truth = i64::from(self.truth(row).token(start + i));
-        if mixed(row.handle ^ ((start + i) as u64) << 20) % 3 > 0 {
-            truth
-        } else {
+        if mixed(row.handle ^ ((start + i) as u64) << 20).is_multiple_of(3) {
             (truth + 1) % i64::from(self.vocab_size)
+        } else {
+            truth
         }
     }
 

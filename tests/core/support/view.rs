@@ -42,7 +42,6 @@ pub(crate) struct GainedView {
 #[derive(Clone, Debug)]
 pub(crate) struct StepView {
     pub(crate) id: u64,
-    pub(crate) lost: Vec<usize>,
     pub(crate) gained: Vec<GainedView>,
     /// Seat, column, block.
     pub(crate) changes: Vec<(usize, usize, u32)>,
@@ -59,12 +58,9 @@ impl StepView {
     pub(crate) fn read(layout: &StepLayout, buffer: &[i32], holders: &mut [Option<u64>]) -> Self {
         let count = |word: usize| buffer[word] as usize;
         assert_eq!(buffer[header::MAGIC], header::MAGIC_VALUE);
-        let lost: Vec<usize> = words(buffer, layout.offset_lost, count(header::NUM_LOST))
-            .iter()
-            .map(|&seat| seat as usize)
-            .collect();
-        for &seat in &lost {
-            assert!(holders[seat].take().is_some(), "lost seat {seat} was held");
+        for &seat in words(buffer, layout.offset_lost, count(header::NUM_LOST)) {
+            let holder = holders[seat as usize].take();
+            assert!(holder.is_some(), "lost seat {seat} was held");
         }
         let gained = Self::read_gained(layout, buffer);
         for gain in &gained {
@@ -97,10 +93,10 @@ impl StepView {
                 }
             })
             .collect();
-        let id = buffer[header::STEP_LOW] as u32 as u64 | (buffer[header::STEP_HIGH] as u64) << 32;
+        let id =
+            u64::from(buffer[header::STEP_LOW] as u32) | (buffer[header::STEP_HIGH] as u64) << 32;
         Self {
             id,
-            lost,
             gained,
             changes,
             rows,
@@ -129,7 +125,7 @@ impl StepView {
             );
             GainedView {
                 seat: entry[0] as usize,
-                handle: entry[1] as u32 as u64 | (entry[2] as u64) << 32,
+                handle: u64::from(entry[1] as u32) | (entry[2] as u64) << 32,
                 num_prompt_tokens: entry[3] as u32,
                 num_tokens: entry[4] as u32,
                 num_computed_tokens: entry[5] as u32,

@@ -3,47 +3,14 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use noria_core::{
-    Admission, CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, Scheduler,
-    StepId,
-    digest, flags,
+    CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, Scheduler, StepId, flags,
 };
 
 use super::ledger::{Account, Ledger};
 use super::runner::{Breakage, NullRunner, Sampled};
+use super::seen::Seen;
 use super::truth::{Ask, Truth};
 use super::view::StepView;
-
-/// How often what a test is about really happened.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Seen {
-    pub(crate) preemptions: u64,
-    pub(crate) hit_tokens: u64,
-    pub(crate) chunks: u64,
-    pub(crate) device_starts: u64,
-    pub(crate) listed_drafts: u64,
-    pub(crate) wasted_tokens: u64,
-    pub(crate) late_failures: u64,
-    pub(crate) confined_steps: u64,
-    pub(crate) errors: u64,
-    pub(crate) ghosts: u64,
-    pub(crate) padding: u64,
-}
-
-impl Seen {
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.preemptions += other.preemptions;
-        self.hit_tokens += other.hit_tokens;
-        self.chunks += other.chunks;
-        self.device_starts += other.device_starts;
-        self.listed_drafts += other.listed_drafts;
-        self.wasted_tokens += other.wasted_tokens;
-        self.late_failures += other.late_failures;
-        self.confined_steps += other.confined_steps;
-        self.errors += other.errors;
-        self.ghosts += other.ghosts;
-        self.padding += other.padding;
-    }
-}
 
 #[derive(Debug)]
 pub(crate) struct World {
@@ -54,15 +21,17 @@ pub(crate) struct World {
     /// Steps that ran and are not committed.
     pub(crate) sampled: VecDeque<Sampled>,
     /// Whether a step in flight was planned for a quarantine group alone.
-    is_confined: BTreeMap<u64, bool>,
+    pub(super) is_confined: BTreeMap<u64, bool>,
     /// Who holds which seat, as the buffers say.
-    holders: Vec<Option<u64>>,
-    buffer: Vec<i32>,
+    pub(super) holders: Vec<Option<u64>>,
+    /// By seat, as the buffers say.
+    pub(super) tables: Vec<Vec<u32>>,
+    pub(super) buffer: Vec<i32>,
     pub(crate) digests: Vec<u64>,
     pub(crate) num_steps: u64,
     pub(crate) num_failures: u64,
-    seen: Seen,
-    last_step: u64,
+    pub(super) seen: Seen,
+    pub(super) last_step: u64,
     discarded: Vec<StepId>,
     now_us: u64,
 }
@@ -84,6 +53,7 @@ impl World {
             sampled: VecDeque::new(),
             is_confined: BTreeMap::new(),
             holders: vec![None; layout.max_num_seqs],
+            tables: vec![Vec::new(); layout.max_num_seqs],
             buffer: vec![-1; layout.size],
             digests: Vec::new(),
             num_steps: 0,
@@ -147,65 +117,6 @@ impl World {
             }
         }
         planned
-    }
-
-    fn take_step(&mut self, id: StepId) {
-        let layout = *self.core.layout();
-        let view = StepView::read(&layout, &self.buffer, &mut self.holders);
-        assert_eq!(view.id, id.0);
-        assert!(id.0 > self.last_step, "step ids are never reused");
-        self.last_step = id.0;
-        view.check(&self.config, &layout, &self.buffer);
-        for gain in &view.gained {
-            let account = &self.ledger.accounts[&gain.handle];
-            assert_eq!(gain.num_prompt_tokens as usize, account.ask.prompt.len());
-            assert_eq!(gain.num_tokens, account.num_tokens());
-            if let Some(row) = view.row_of(gain.handle) {
-                assert_eq!(row.start, gain.num_computed_tokens);
-            }
-        }
-        for row in view.sequence_rows() {
-            let account = &self.ledger.accounts[&row.handle];
-            let is_ghost = row.has(flags::GHOST);
-            assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
-            assert!(account.is_live() || self.config.admission == Admission::StaticPadded);
-            assert!(!is_ghost || !account.is_live());
-        }
-        let is_confined = self.is_confined_now();
-        if is_confined {
-            assert_eq!(
-                self.oldest(),
-                None,
-                "a quarantine group runs one step at a time"
-            );
-            for row in view.sequence_rows() {
-                let account = &self.ledger.accounts[&row.handle];
-                assert!(
-                    account.suspect_until.is_some() || !account.is_live(),
-                    "a quarantine group runs by itself"
-                );
-            }
-        }
-        self.is_confined.insert(id.0, is_confined);
-        self.seen.confined_steps += u64::from(is_confined);
-        for row in &view.rows {
-            self.seen.device_starts += u64::from(row.has(flags::DEVICE_START));
-            self.seen.listed_drafts += u64::from(row.has(flags::DRAFT_IDS));
-            self.seen.ghosts += u64::from(row.has(flags::GHOST));
-            self.seen.padding += u64::from(row.has(flags::PADDING));
-            self.seen.chunks += u64::from(row.has(flags::LISTED) && !row.has(flags::SAMPLES));
-        }
-        self.digests.push(digest(&layout, &self.buffer));
-        self.num_steps += 1;
-        self.runner.push(id, view, &self.buffer);
-    }
-
-    /// Whether a plan that was just made is a quarantine group's. A static gang that got past its failure keeps the batch.
-    fn is_confined_now(&self) -> bool {
-        let is_suspect = |handle: &u64| self.ledger.accounts[handle].suspect_until.is_some();
-        self.ledger.has_suspects()
-            && (self.config.admission == Admission::Optimistic
-                || self.holders.iter().flatten().any(is_suspect))
     }
 
     /// What happened so far.
@@ -315,10 +226,10 @@ impl World {
         assert_eq!(record.step, sampled.id.0 as i64);
         assert_eq!(record.num_rows, sampled.view.rows.len() as i64);
         assert_eq!(record.num_tokens, i64::from(sampled.view.num_tokens));
-        assert_eq!(record.num_output_tokens, totals.num_output);
-        assert_eq!(record.num_wasted_tokens, totals.num_wasted);
-        assert_eq!(record.num_finished, totals.num_finished);
-        self.seen.wasted_tokens += totals.num_wasted as u64;
+        assert_eq!(record.num_output_tokens, totals.output);
+        assert_eq!(record.num_wasted_tokens, totals.wasted);
+        assert_eq!(record.num_finished, totals.finished);
+        self.seen.wasted_tokens += totals.wasted as u64;
         true
     }
 

@@ -50,12 +50,11 @@ impl Residents {
             list.binary_search_by_key(&key, |resident| resident.key)
                 .ok()
         };
-        let resident = match find(&self.order) {
-            Some(place) => &mut self.order[place],
-            None => {
-                let place = find(&self.newcomers).expect("who leaves was a resident");
-                &mut self.newcomers[place]
-            }
+        let resident = if let Some(place) = find(&self.order) {
+            &mut self.order[place]
+        } else {
+            let place = find(&self.newcomers).expect("who leaves was a resident");
+            &mut self.newcomers[place]
         };
         resident.has_left = true;
         self.has_departures = true;

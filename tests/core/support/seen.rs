@@ -1,0 +1,33 @@
+//! What really happened in a run, so that a test that means to exercise something can say that it did.
+
+/// How often what a test is about really happened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) preemptions: u64,
+    pub(crate) hit_tokens: u64,
+    pub(crate) chunks: u64,
+    pub(crate) device_starts: u64,
+    pub(crate) listed_drafts: u64,
+    pub(crate) wasted_tokens: u64,
+    pub(crate) late_failures: u64,
+    pub(crate) confined_steps: u64,
+    pub(crate) errors: u64,
+    pub(crate) ghosts: u64,
+    pub(crate) padding: u64,
+}
+
+impl Seen {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.preemptions += other.preemptions;
+        self.hit_tokens += other.hit_tokens;
+        self.chunks += other.chunks;
+        self.device_starts += other.device_starts;
+        self.listed_drafts += other.listed_drafts;
+        self.wasted_tokens += other.wasted_tokens;
+        self.late_failures += other.late_failures;
+        self.confined_steps += other.confined_steps;
+        self.errors += other.errors;
+        self.ghosts += other.ghosts;
+        self.padding += other.padding;
+    }
+}

@@ -1,0 +1,94 @@
+//! What must hold of every step that the core plans, beside what its buffer says of itself.
+
+use noria_core::{Admission, Seat, StepId, digest, flags};
+
+use super::view::StepView;
+use super::world::World;
+
+impl World {
+    pub(super) fn take_step(&mut self, id: StepId) {
+        let layout = *self.core.layout();
+        let view = StepView::read(&layout, &self.buffer, &mut self.holders);
+        assert_eq!(view.id, id.0);
+        assert!(id.0 > self.last_step, "step ids are never reused");
+        self.last_step = id.0;
+        view.check(&self.config, &layout, &self.buffer);
+        self.check_tables(&view);
+        for gain in &view.gained {
+            let account = &self.ledger.accounts[&gain.handle];
+            assert_eq!(gain.num_prompt_tokens as usize, account.ask.prompt.len());
+            assert_eq!(gain.num_tokens, account.num_tokens());
+            if let Some(row) = view.row_of(gain.handle) {
+                assert_eq!(row.start, gain.num_computed_tokens);
+            }
+        }
+        for row in view.sequence_rows() {
+            let account = &self.ledger.accounts[&row.handle];
+            let is_ghost = row.has(flags::GHOST);
+            assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
+            assert!(account.is_live() || self.config.admission == Admission::StaticPadded);
+            assert!(!is_ghost || !account.is_live());
+        }
+        let is_confined = self.is_confined_now();
+        if is_confined {
+            assert_eq!(
+                self.oldest(),
+                None,
+                "a quarantine group runs one step at a time"
+            );
+            for row in view.sequence_rows() {
+                let account = &self.ledger.accounts[&row.handle];
+                assert!(
+                    account.suspect_until.is_some() || !account.is_live(),
+                    "a quarantine group runs by itself"
+                );
+            }
+        }
+        self.is_confined.insert(id.0, is_confined);
+        self.seen.confined_steps += u64::from(is_confined);
+        for row in &view.rows {
+            self.seen.device_starts += u64::from(row.has(flags::DEVICE_START));
+            self.seen.listed_drafts += u64::from(row.has(flags::DRAFT_IDS));
+            self.seen.ghosts += u64::from(row.has(flags::GHOST));
+            self.seen.padding += u64::from(row.has(flags::PADDING));
+            self.seen.chunks += u64::from(row.has(flags::LISTED) && !row.has(flags::SAMPLES));
+        }
+        self.digests.push(digest(&layout, &self.buffer));
+        self.num_steps += 1;
+        self.runner.push(id, view, &self.buffer);
+    }
+
+    /// Gained tables and changes make up what the core holds, entry by entry.
+    fn check_tables(&mut self, view: &StepView) {
+        for gain in &view.gained {
+            self.tables[gain.seat].clone_from(&gain.blocks);
+        }
+        for &(seat, column, block) in &view.changes {
+            assert_eq!(column, self.tables[seat].len(), "a table grows at its end");
+            self.tables[seat].push(block);
+        }
+        for (seat, _) in self
+            .holders
+            .iter()
+            .enumerate()
+            .filter(|(_, holder)| holder.is_some())
+        {
+            let table = self.core.kv().table(Seat(seat as u32));
+            assert!(
+                table
+                    .iter()
+                    .map(|block| block.0)
+                    .eq(self.tables[seat].iter().copied()),
+                "the runner was told the whole table of seat {seat}"
+            );
+        }
+    }
+
+    /// Whether a plan that was just made is a quarantine group's. A static gang that got past its failure keeps the batch.
+    fn is_confined_now(&self) -> bool {
+        let is_suspect = |handle: &u64| self.ledger.accounts[handle].suspect_until.is_some();
+        self.ledger.has_suspects()
+            && (self.config.admission == Admission::Optimistic
+                || self.holders.iter().flatten().any(is_suspect))
+    }
+}
