@@ -1,6 +1,9 @@
 //! `noria._core`: conversions and delegates; every decision is noria-core's.
 #![deny(unsafe_code)]
-#![allow(clippy::needless_pass_by_value, reason = "PyO3 hands arguments over by value")]
+#![allow(
+    clippy::needless_pass_by_value,
+    reason = "PyO3 hands arguments over by value"
+)]
 
 mod core;
 mod errors;
