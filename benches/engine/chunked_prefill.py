@@ -1,7 +1,7 @@
 """Chunked prefill: how long do streams stall while the longest prompt that fits joins them?
 
-32 streams decode; then a prompt of almost the whole context joins. Measured twice a round, in turns: with the prompt
-cut into chunks by a step budget of 256 tokens, and with a budget that takes it whole.
+32 streams decode; then a prompt of almost the whole context joins. Measured twice a round, in turns: with the
+prompt cut into chunks by a step budget of 256 tokens, and with a budget that takes it whole.
 
     python benches/engine/chunked_prefill.py MODEL [--context 2048] [--rounds 3] [--output-json FILE]
 """
@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -87,11 +88,13 @@ def join(llm: LLM, num_prompt_tokens: int, seed: int) -> Joined:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="a folder or .gguf file")
     parser.add_argument("--context", type=int, default=2048, help="max_model_len, tokens (default: 2048)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns (default: 3)")
-    parser.add_argument("--output-json", help="where to write the figures")
+    parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     longest = arguments.context - 8
     budgets = {"chunked": CHUNK_BUDGET, "whole": arguments.context + NUM_STREAMS}
@@ -135,12 +138,11 @@ def main() -> None:
     }
     print(
         f"{longest} prompt tokens join {NUM_STREAMS} streams: worst gap {gap['chunked']:.3f} s chunked, "
-        f"{gap['whole']:.3f} s whole (ratio {report['gap_ratio']:.3f}); its TTFT {ttft['chunked']:.2f} s chunked, "
-        f"{ttft['whole']:.2f} s whole (ratio {report['ttft_ratio']:.2f})"
+        f"{gap['whole']:.3f} s whole (ratio {report['gap_ratio']:.3f}); its TTFT "
+        f"{ttft['chunked']:.2f} s chunked, {ttft['whole']:.2f} s whole (ratio {report['ttft_ratio']:.2f})"
     )
     if arguments.output_json:
-        with open(arguments.output_json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2, default=str)
+        arguments.output_json.write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
 
 
 if __name__ == "__main__":

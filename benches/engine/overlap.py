@@ -1,7 +1,7 @@
 """Overlap: how long does the runner wait for the engine at depth 1 and at depth 2?
 
-Without MODEL a tiny random Llama is made (it needs transformers), with steps of about 2 ms, where waiting shows most.
-With MODEL, tokens a second at both depths. Runs of both depths take turns.
+Without MODEL a tiny random Llama is made (it needs transformers), with steps of about 2 ms, where waiting shows
+most. With MODEL, tokens a second at both depths. Runs of both depths take turns.
 
     python benches/engine/overlap.py [MODEL] [--seats 16] [--tokens 200] [--rounds 5] [--output-json FILE]
 """
@@ -78,12 +78,16 @@ def measure(llm: LLM, num_seats: int, num_tokens: int, seed: int) -> Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="a folder or .gguf file (default: a tiny random one)")
     parser.add_argument("--seats", type=int, default=16, help="requests at once (default: 16)")
-    parser.add_argument("--tokens", type=int, default=200, help="output tokens a request, at most (default: 200)")
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="output tokens a request, at most (default: 200)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="runs of each depth, in turns (default: 5)")
-    parser.add_argument("--output-json", help="where to write the figures")
+    parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     runs: dict[int, list[Run]] = {depth: [] for depth in DEPTHS}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +128,7 @@ def main() -> None:
             "runs": {depth: [asdict(run) for run in of] for depth, of in runs.items()},
             "machine": asdict(detect_machine()),
         }
-        Path(arguments.output_json).write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
+        arguments.output_json.write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Continuous against static batching, and our static baseline against transformers' `generate`.
 
-The same requests (lognormal lengths, seed 0) in turns: continuous, gang and padded batching on 16 seats, and transformers
-in batches of 16, left-padded, each batch until its longest answer. Greedy, the end of sequence ignored, float32.
+The same requests (lognormal lengths, seed 0) in turns: continuous, gang and padded batching on 16 seats, and
+transformers in batches of 16, left-padded, each batch until its longest answer. Greedy, the end of sequence
+ignored, float32.
 
     python benches/engine/static_batching.py MODEL.gguf [--num-requests 128] [--repeat 2] [--output-json FILE]
 """
@@ -61,7 +62,9 @@ def transformers_rate(model: torch.nn.Module, workload: Workload) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a folder or .gguf file")
     parser.add_argument("--num-requests", type=int, default=128, help="requests (default: 128)")
     parser.add_argument("--repeat", type=int, default=2, help="runs of each, in turns (default: 2)")
@@ -100,10 +103,12 @@ def main() -> None:
     rate_ratio = rate["continuous"] / rate["padded"]
     machine = detect_machine()
     print(machine_line(machine, torch_version=torch.__version__, num_threads=torch.get_num_threads()))
-    print(f"decode steps {steps}; tokens/s {({name: round(value, 1) for name, value in rate.items()})}")
+    rounded = {name: round(value, 1) for name, value in rate.items()}
+    print(f"decode steps {steps}; tokens/s {rounded}")
     print(
         f"continuous / padded: {rate_ratio:.2f} in tokens/s, {step_ratio:.2f} in steps "
-        f"(share {rate_ratio / step_ratio:.2f}); padded / transformers: {rate['padded'] / statistics.median(peer):.2f}"
+        f"(share {rate_ratio / step_ratio:.2f}); "
+        f"padded / transformers: {rate['padded'] / statistics.median(peer):.2f}"
     )
     if arguments.output_json:
         report = {

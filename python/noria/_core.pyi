@@ -254,4 +254,3 @@ class Expander:
     num_prompt_tokens: npt.NDArray[np.int64]
     def expand(self, buffer: npt.NDArray[np.int32]) -> None:
         """Applies lost and gained seats and table changes, then expands the rows."""
-
