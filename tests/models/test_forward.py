@@ -9,6 +9,7 @@ from conftest import Checkpoint
 from paged_steps import Harness
 from tiny_llama import token_ids
 
+from noria.backends.torch import attention
 from noria.models import Model, load_model
 
 CPU = torch.device("cpu")
@@ -85,8 +86,13 @@ def test_a_prompt_longer_than_a_tile_of_queries_is_right_whole_and_in_chunks(
     harness = Harness(load(made), max_blocks=80)
     wanted = made.dense(ids)
     assert_close(harness.prefill(harness.add(ids)), wanted, EXACT)
-    assert_close(harness.prefill(harness.add(ids), 280), wanted, EXACT)
     assert_close(wanted, made.transformers(ids), PEER)
+    sequence = harness.add(ids)
+    rows = harness.step(chunks=[(sequence, 4)]) + harness.step(
+        chunks=[(sequence, 290), (harness.add(ids), 294)]
+    )
+    assert_close(torch.cat(rows[:2]), wanted[:294], EXACT)
+    assert_close(rows[2], wanted[:294], EXACT)
 
 
 def test_a_mix_of_decodes_chunks_and_padding_gives_each_row_its_own_logits(
@@ -125,6 +131,27 @@ def test_decode_rows_of_very_different_contexts_are_right_together(checkpoint: M
     wanted = made.dense(longest)
     for length, logits in zip(lengths, rows, strict=True):
         assert_close(logits[0], wanted[length - 1], EXACT)
+
+
+def test_decode_rows_are_right_without_a_length_on_the_host(checkpoint: MakeCheckpoint) -> None:
+    """As a GPU attends them, where reading lengths would wait for the device."""
+    made = checkpoint()
+    harness = Harness(load(made))
+    sequences = [harness.add(token_ids(length, length)) for length in (33, 5, 1, 60)]
+    harness.step(chunks=[(sequence, len(sequence.token_ids)) for sequence in sequences])
+    for sequence in sequences:
+        harness.extend(sequence, 7)
+    inputs = harness.inputs(sequences, [], [])
+    keys, values = harness.kv.layer(0)
+    stored = inputs.slot_mapping
+    for tensor in (keys, values):
+        tensor.view(-1, 16)[stored] = torch.randn(4, 16, dtype=torch.float64)
+    query = torch.randn(4, 6, 8, dtype=torch.float64)
+    wanted = harness.model.attention.begin(inputs, harness.kv).attend(query, keys, values)
+    for size in (1, 3, 4):
+        pieces = [slice(at, min(at + size, 4)) for at in range(0, 4, size)]
+        groups = [attention._decode_group(inputs, torch.float64, rows) for rows in pieces]
+        assert_close(attention.SdpaStep(groups, 4).attend(query, keys, values), wanted, EXACT)
 
 
 def test_prompts_of_different_lengths_in_one_step_are_right(checkpoint: MakeCheckpoint) -> None:
@@ -183,9 +210,9 @@ def test_an_empty_row_attends_to_nothing_and_gives_zeros(checkpoint: MakeCheckpo
     sequence = harness.add(token_ids(8, 0))
     inputs = harness.inputs([], [(sequence, 8)], [3])
     keys, values = harness.kv.layer(0)
-    attention = harness.model.attention.begin(inputs, harness.kv)
+    step = harness.model.attention.begin(inputs, harness.kv)
     keys[1:], values[1:] = 1.0, 1.0
-    out = attention.attend(torch.randn(11, 6, 8, dtype=torch.float64), keys, values)
+    out = step.attend(torch.randn(11, 6, 8, dtype=torch.float64), keys, values)
     assert_close(out[:8], torch.ones_like(out[:8]), EXACT)
     assert not out[8:].any()
 

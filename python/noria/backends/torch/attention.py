@@ -1,8 +1,9 @@
 """The reference attention: gathers K and V from their blocks, then torch's scaled dot product.
 
 Rows of like lengths are attended together, padded to the longest of their group, so that a step costs a few
-calls a layer and one long row does not pad all others. Long rows are cut in tiles of queries first: a tile
-reads only what lies before its end, and masks stay small.
+calls a layer and one long row does not pad all others. A long chunk with a context before it is cut in tiles of
+queries first: a tile reads only what lies before its end, and masks stay small. A row from its beginning on
+needs no mask.
 
 A position beyond a row's context reads slot 0, which is zero: what an earlier owner left in a block, be it
 NaN, never reaches a row.
@@ -20,7 +21,7 @@ from noria.backends.ops import StepInputs
 from noria.kv_cache import KvCache
 
 _TILE = 256
-"""Queries of a row that are attended together."""
+"""Queries that are attended together in a row with an earlier context."""
 _GATHER_BYTES = 32 << 20
 """K (and V) gathered at once, at most, unless one row alone needs more."""
 _FREE_WASTE = 1024
@@ -164,14 +165,15 @@ def _host(lengths: torch.Tensor) -> Ints:
 def _tiles(cu_seqlens_q: Ints, context_lens: Ints) -> _Tiles:
     """Cuts rows in tiles; rows without tokens or without a context have none."""
     counts = np.where(context_lens > 0, np.diff(cu_seqlens_q), 0)
-    num_tiles = -(-counts // _TILE)
+    size = np.where(context_lens > counts, _TILE, np.maximum(counts, 1))  # of a row's tiles
+    num_tiles = -(-counts // size)
     row = np.repeat(np.arange(len(counts)), num_tiles)
     place = np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)  # in its row
-    before = place * _TILE
+    before = place * size[row]
     return _Tiles(
         row=row,
         first=cu_seqlens_q[row] + before,
-        count=np.minimum(counts[row] - before, _TILE),
+        count=np.minimum(counts[row] - before, size[row]),
         start=context_lens[row] - counts[row] + before,
     )
 
@@ -187,7 +189,8 @@ def _grouped(tiles: _Tiles, max_slots: int) -> Iterator[Ints]:
         waste = singles.size * singles.max() - singles.sum()
         if waste <= max(_FREE_WASTE, singles.sum() // 4):
             context_class[is_single] = 0
-    _, class_of = np.unique(count_class * 128 + context_class, return_inverse=True)
+    is_first = (tiles.start == 0) & ~is_single
+    _, class_of = np.unique((count_class * 128 + context_class) * 2 + is_first, return_inverse=True)
     for index in range(class_of.max(initial=-1) + 1):
         members = np.nonzero(class_of == index)[0]
         size = max(1, int(max_slots // context[members].max()))
