@@ -1,9 +1,9 @@
 """The reference attention: gathers K and V from their blocks, then torch's scaled dot product.
 
 Rows of like lengths are attended together, padded to the longest of their group, so that a step costs a few
-calls a layer and one long row does not pad all others. A long chunk with a context before it is cut in tiles of
-queries first: a tile reads only what lies before its end, and masks stay small. A row from its beginning on
-needs no mask.
+calls a layer and one long row does not pad all others. A long chunk with a context before it is cut in tiles
+of queries first: a tile reads only what lies before its end, and masks stay small. A row from its beginning
+on needs no mask.
 
 A position beyond a row's context reads slot 0, which is zero: what an earlier owner left in a block, be it
 NaN, never reaches a row.
