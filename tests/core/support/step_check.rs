@@ -25,9 +25,12 @@ impl World {
         for row in view.sequence_rows() {
             let account = &self.ledger.accounts[&row.handle];
             let is_ghost = row.has(flags::GHOST);
+            assert_eq!(is_ghost, !account.is_live(), "a ghost is who has ended");
             assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
-            assert!(account.is_live() || self.config.admission == Admission::StaticPadded);
-            assert!(!is_ghost || !account.is_live());
+            assert!(
+                !is_ghost || !row.has(flags::HOST_MASKED),
+                "a ghost needs no mask"
+            );
         }
         let is_confined = self.is_confined_now();
         if is_confined {

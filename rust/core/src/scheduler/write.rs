@@ -3,7 +3,8 @@
 use super::{Drafts, Scheduler};
 use crate::ids::{Seat, Slot, StepId};
 use crate::layout::{CHANGE_WORDS, GAINED_WORDS, StepLayout, flags, header};
-use crate::sequence::PlannedRow;
+use crate::record::StepRecord;
+use crate::sequence::{PlannedRow, Sequence};
 use crate::step::{RowInFlight, RowKind, StepInFlight};
 
 /// Fills a buffer's sections, and counts what they hold.
@@ -219,14 +220,7 @@ impl Scheduler {
             return; // withdrawn: it made room for another
         }
         let seat = sequence.seat().expect("a row has a seat");
-        let is_ghost = sequence.is_ghost();
-        let mut row_flags = flags::SAMPLES;
-        if is_ghost {
-            row_flags |= flags::GHOST;
-            step.record.num_ghost_rows += 1;
-        } else if sequence.host_masked {
-            row_flags |= flags::HOST_MASKED;
-        }
+        let (mut row_flags, kind) = flags_and_kind(sequence, &mut step.record);
         if sequence.num_draft_rows_in_flight > 0 {
             row_flags |= flags::DEVICE_START;
         }
@@ -241,11 +235,6 @@ impl Scheduler {
         }
         writer.row(seat, row.start, row.count, row_flags, ids);
         self.arena[slot].num_planned = row.start + row.count;
-        let kind = if is_ghost {
-            RowKind::Ghost
-        } else {
-            RowKind::Live
-        };
         self.depart(writer, step, slot, seat, kind, 1 + row.num_drafts);
     }
 
@@ -256,19 +245,14 @@ impl Scheduler {
             return; // padding alone
         }
         let seat = sequence.seat().expect("a row has a seat");
-        let mut row_flags = flags::LISTED;
-        if sequence.has_sampled {
-            row_flags |= flags::SAMPLES;
-            if sequence.host_masked {
-                row_flags |= flags::HOST_MASKED;
-            }
-        }
+        let (row_flags, kind) = flags_and_kind(sequence, &mut step.record);
+        let row_flags = row_flags | flags::LISTED;
         let ids = writer.list(&sequence.tokens[row.start as usize..][..row.count as usize]);
         writer.row(seat, row.start, row.count, row_flags, ids);
         step.record.num_prefill_tokens += i64::from(row.count);
         let max_ids = u32::from(sequence.has_sampled);
         let num_padding = row.num_padding;
-        self.depart(writer, step, slot, seat, RowKind::Live, max_ids);
+        self.depart(writer, step, slot, seat, kind, max_ids);
         self.arena[slot].row.num_padding = num_padding;
     }
 
@@ -323,4 +307,20 @@ impl Scheduler {
             kind,
         });
     }
+}
+
+/// What every row says of its sequence: whether it samples, on whose behalf, and by whose mask.
+fn flags_and_kind(sequence: &Sequence, record: &mut StepRecord) -> (i32, RowKind) {
+    let mut row_flags = 0;
+    if sequence.has_sampled {
+        row_flags |= flags::SAMPLES;
+    }
+    if sequence.is_ghost() {
+        record.num_ghost_rows += 1;
+        return (row_flags | flags::GHOST, RowKind::Ghost); // and needs no mask
+    }
+    if sequence.has_sampled && sequence.host_masked {
+        row_flags |= flags::HOST_MASKED;
+    }
+    (row_flags, RowKind::Live)
 }
