@@ -1,7 +1,7 @@
 """Overlap: how long does the runner wait for the engine at depth 1 and at depth 2?
 
-Without MODEL a tiny random Llama is made (it needs transformers), with steps of about 2 ms, where waiting shows
-most. With MODEL, tokens a second at both depths. Runs of both depths take turns.
+Without MODEL a tiny random Llama is made (it needs transformers), with steps of about 2 ms, where waiting
+shows most. With MODEL, tokens a second at both depths. Runs of both depths take turns.
 
     python benches/engine/overlap.py [MODEL] [--seats 16] [--tokens 200] [--rounds 5] [--output-json FILE]
 """
