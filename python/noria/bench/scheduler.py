@@ -46,6 +46,7 @@ class SchedulerRow:
         ns_per_sequence_min: the fastest repeat.
         ns_per_sequence_max: the slowest repeat.
         us_per_step: the same cost, microseconds a step; median over the repeats.
+        us_per_step_p50: the step in the middle of all; far below `us_per_step` where the machine is shared.
         us_by_verb: microseconds a step by verb; mean over all repeats.
         rows_per_step: rows planned a step; mean.
         finished_share: rows that finish, of those that run; mean.
@@ -59,6 +60,7 @@ class SchedulerRow:
     ns_per_sequence_min: float
     ns_per_sequence_max: float
     us_per_step: float
+    us_per_step_p50: float
     us_by_verb: dict[str, float]
     rows_per_step: float
     finished_share: float
@@ -75,6 +77,7 @@ class _Sample:
     num_rows: int
     num_finished: int
     ns: dict[str, int]
+    step_ns: list[int]
 
     @property
     def total_ns(self) -> int:
@@ -122,9 +125,12 @@ class SteadyDecode:
 
     def run(self, num_steps: int) -> _Sample:
         """Runs `num_steps` steps and returns what they cost."""
-        sample = _Sample(num_steps, 0, 0, dict.fromkeys(VERBS, 0))
+        sample = _Sample(num_steps, 0, 0, dict.fromkeys(VERBS, 0), [])
+        total_ns = 0
         for _ in range(num_steps):
             self._turn(sample)
+            total_ns, before_ns = sample.total_ns, total_ns
+            sample.step_ns.append(total_ns - before_ns)
         return sample
 
     def _turn(self, sample: _Sample) -> None:
@@ -239,6 +245,7 @@ def _row(running: int, samples: list[_Sample]) -> SchedulerRow:
         ns_per_sequence_min=min(per_row),
         ns_per_sequence_max=max(per_row),
         us_per_step=us_per_step,
+        us_per_step_p50=float(np.median([ns for sample in samples for ns in sample.step_ns])) / 1e3,
         us_by_verb={verb: sum(sample.ns[verb] for sample in samples) / num_steps / 1e3 for verb in VERBS},
         rows_per_step=num_rows / num_steps,
         finished_share=sum(sample.num_finished for sample in samples) / num_rows,
