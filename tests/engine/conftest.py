@@ -10,12 +10,11 @@ import pytest
 import tokenizers
 import torch
 
-# A folder of their own: with this one on the path, `import conftest` would find this file.
+# Folders of their own: with this one on the path, `import conftest` would find this file.
 sys.path.append(str(Path(__file__).parent / "support"))
-sys.path.append(str(Path(__file__).parents[1] / "models"))
+sys.path.append(str(Path(__file__).parents[1] / "models" / "support"))
 
 from null_harness import NullRun, build_run
-from tiny_llama import VOCAB_SIZE, llama_config, save_llama
 
 from noria.models import Model, load_model
 
@@ -48,6 +47,8 @@ def make_run() -> Iterator[Callable[..., NullRun]]:
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama in float64, without a tokenizer."""
+    from tiny_llama import llama_config, save_llama  # transformers takes its time to import
+
     directory = tmp_path_factory.mktemp("engine-llama")
     save_llama(directory, llama_config(num_hidden_layers=2))
     return directory
@@ -62,6 +63,8 @@ def tiny_model(tiny_directory: Path) -> Model:
 @pytest.fixture(scope="session")
 def worded_directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, with a tokenizer whose token 5 is the word `w5`; 1 begins a text, 2 ends a sequence."""
+    from tiny_llama import VOCAB_SIZE
+
     directory = tmp_path_factory.mktemp("worded-llama")
     shutil.copytree(tiny_directory, directory, dirs_exist_ok=True)
     words = {f"w{token_id}": token_id for token_id in range(VOCAB_SIZE)}
