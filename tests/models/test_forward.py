@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Checkpoint
+from checkpoints import Checkpoint
 from paged_steps import Harness
 from tiny_llama import token_ids
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Checkpoint
+from checkpoints import Checkpoint
 from paged_steps import Harness
 from safetensors.torch import load_file, save_file
 from tiny_llama import llama_config, save_llama, token_ids
