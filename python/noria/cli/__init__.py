@@ -25,23 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
     try:
-        from cyclopts import CycloptsError
-
-        from noria.cli.app import build_app
-
-        app = build_app()
-        try:
-            app(
-                list(sys.argv[1:] if argv is None else argv),
-                exit_on_error=False,
-                print_error=False,
-                result_action="return_value",
-            )
-            sys.stdout.flush()
-        except CycloptsError as error:
-            return _complain(f"{error} Try --help.")
-        except NoriaError as error:
-            return _complain(str(error))
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -49,6 +33,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has left (`noria ... | head`). Python flushes stdout once more at exit: give it a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _run(words: list[str]) -> int:
+    if words in ([], ["--help"], ["-h"]):
+        from noria.cli.overview import overview
+
+        print(overview(), end="", flush=True)
+        return 0
+    from cyclopts import CycloptsError
+
+    from noria.cli.app import build_app
+
+    try:
+        build_app()(words, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _complain(f"{error} Try --help.")
+    except NoriaError as error:
+        return _complain(str(error))
     return 0
 
 

@@ -7,24 +7,15 @@ from importlib import metadata
 from cyclopts import App
 
 from noria.cli import bench, demo, env, generate
-
-_HELP = """An LLM inference engine with continuous batching.
-
-Finished sequences leave and waiting ones board at every step: no seat waits for the longest answer."""
-
-_EPILOGUE = """Start here:
-
-  noria demo
-  noria generate smollm2 --chat "Why is the sky blue?"
-"""
+from noria.cli.overview import START_HERE, TITLE
 
 
 def build_app() -> App:
     """The command `noria`."""
     app = App(
         name="noria",
-        help=_HELP,
-        help_epilogue=_EPILOGUE,
+        help=TITLE,
+        help_epilogue=START_HERE,
         help_format="plaintext",
         help_flags=["--help", "-h"],
         version=version,

@@ -147,10 +147,10 @@ def scheduler(
     seed: Annotated[int, Parameter(help="Of the random prompts and tokens.")] = 0,
     output_json: Annotated[Path | None, Parameter(allow_leading_hyphen=True, help=_OUTPUT_JSON_HELP)] = None,
 ) -> None:
-    """Cost of the decision core in steady decode, seen from Python: submit, plan, commit and expansion.
+    """Cost of the decision core in steady decode, seen from Python.
 
-    Depth 2, blocks of 16, prefix cache on, stop ids set; in each step 1% of the rows finish and are
-    replaced by requests with 128-token prompts. No model runs.
+    Timed are submit, plan, commit and expansion. Depth 2, blocks of 16, prefix cache on, stop ids set;
+    in each step 1% of the rows finish and are replaced by requests with 128-token prompts. No model runs.
     """
     from noria.bench import scheduler as bench
     from noria.bench.machine import detect_machine

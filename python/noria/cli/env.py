@@ -22,7 +22,7 @@ def env(
         ),
     ] = None,
 ) -> None:
-    """Show machine, instruction sets, memory, versions, and the number format that 'auto' means here.
+    """Show machine, instruction sets, memory and versions, and what 'auto' means here.
 
     Everything is detected when the command runs; put its output into a bug report.
     """
