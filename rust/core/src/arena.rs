@@ -59,6 +59,16 @@ impl<T> Arena<T> {
         (entry.generation == handle.generation() && entry.value.is_some()).then(|| handle.slot())
     }
 
+    /// The value of a live handle.
+    pub(crate) fn get_mut(&mut self, handle: Handle) -> Option<&mut T> {
+        let entry = self.entries.get_mut(handle.slot().0 as usize)?;
+        // An emptied slot's next generation is in no handle yet.
+        if entry.generation != handle.generation() {
+            return None;
+        }
+        entry.value.as_mut()
+    }
+
     pub(crate) fn handle(&self, slot: Slot) -> Handle {
         Handle::new(slot, self.entries[slot.0 as usize].generation)
     }

@@ -189,6 +189,37 @@ impl Scheduler {
         }
     }
 
+    /// What one comparison decides for a plan or a commit, recounted.
+    fn check_shortcuts(&self, sequence: &Sequence) {
+        let is_current = sequence.is_running() && sequence.num_draft_rows_in_flight == 0;
+        if sequence.num_planned < sequence.plain_until {
+            assert!(
+                is_current && sequence.has_sampled && !sequence.host_masked,
+                "a plain decode"
+            );
+            assert!(
+                sequence.max_output_in_flight() < sequence.max_output,
+                "a plain decode may have another token"
+            );
+            assert!(
+                sequence.num_planned < sequence.num_sent * self.config.block_size,
+                "a plain decode's next token has its place"
+            );
+        }
+        if sequence.num_tokens() < sequence.quiet_until {
+            let fills_block = self.config.enable_prefix_caching
+                && (sequence.num_registered + 1) * self.config.block_size <= sequence.num_tokens();
+            assert!(
+                is_current && sequence.confinement.is_none() && !fills_block,
+                "a token that is only appended"
+            );
+            assert!(
+                sequence.num_output() + 1 < sequence.max_output,
+                "a token that is not the last"
+            );
+        }
+    }
+
     fn check_sequence(&self, slot: Slot, sequence: &Sequence) {
         let num_tokens = sequence.num_tokens();
         assert_eq!(sequence.row, PlannedRow::default(), "no plan is being made");
@@ -205,6 +236,7 @@ impl Scheduler {
             sequence.is_ghost() || sequence.num_output() < sequence.max_output,
             "a sequence at its limit has ended"
         );
+        self.check_shortcuts(sequence);
         let Some(seat) = sequence.seat() else {
             assert_eq!(
                 sequence.num_planned, 0,

@@ -162,6 +162,51 @@ impl StepLayout {
     }
 }
 
+/// A step buffer, cut at its sections; each has its whole capacity.
+#[derive(Debug)]
+pub(crate) struct Sections<'a> {
+    pub(crate) header: &'a mut [i32],
+    pub(crate) lost: &'a mut [i32],
+    pub(crate) gained: &'a mut [i32],
+    pub(crate) gained_blocks: &'a mut [i32],
+    pub(crate) table_changes: &'a mut [i32],
+    pub(crate) row_seat: &'a mut [i32],
+    pub(crate) row_start: &'a mut [i32],
+    pub(crate) row_count: &'a mut [i32],
+    pub(crate) row_flags: &'a mut [i32],
+    pub(crate) row_ids: &'a mut [i32],
+    pub(crate) cu_seqlens_q: &'a mut [i32],
+    pub(crate) listed_ids: &'a mut [i32],
+}
+
+impl StepLayout {
+    pub(crate) fn cut<'a>(&self, buffer: &'a mut [i32]) -> Sections<'a> {
+        let (mut rest, mut start) = (buffer, 0);
+        let mut cut_at = |end: usize| {
+            let (section, behind) = core::mem::take(&mut rest).split_at_mut(end - start);
+            (rest, start) = (behind, end);
+            section
+        };
+        Sections {
+            header: cut_at(self.offset_lost),
+            lost: cut_at(self.offset_gained),
+            gained: cut_at(self.offset_gained_blocks),
+            gained_blocks: cut_at(self.offset_table_changes),
+            table_changes: cut_at(self.offset_moves),
+            row_seat: {
+                cut_at(self.offset_row_seat); // no moves yet
+                cut_at(self.offset_row_start)
+            },
+            row_start: cut_at(self.offset_row_count),
+            row_count: cut_at(self.offset_row_flags),
+            row_flags: cut_at(self.offset_row_ids),
+            row_ids: cut_at(self.offset_cu_seqlens_q),
+            cu_seqlens_q: cut_at(self.offset_listed_ids),
+            listed_ids: cut_at(self.size),
+        }
+    }
+}
+
 /// A digest of all that a planned step wrote to `buffer`; what earlier steps left in it does not count.
 pub fn digest(layout: &StepLayout, buffer: &[i32]) -> u64 {
     let count = |word: usize| buffer[word] as usize;

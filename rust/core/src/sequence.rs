@@ -6,7 +6,8 @@ use alloc::vec::Vec;
 use crate::ids::Seat;
 use crate::policy::Key;
 use crate::prefix_cache::{BlockHash, chain_hash};
-use crate::request::Request;
+use crate::request::{FinishReason, Request};
+use crate::step::RowInFlight;
 
 /// Where a sequence is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -62,6 +63,12 @@ pub(crate) struct Sequence {
     pub(crate) num_sent: u32,
     /// Whether this residency has planned a sample, so that the seat is a row's source.
     pub(crate) has_sampled: bool,
+    /// Below this many planned tokens its next row is a plain decode: one token, its source the seat, into a block that
+    /// the runner was told, and not beyond its limit. So one comparison decides most rows.
+    pub(crate) plain_until: u32,
+    /// Below this many tokens one more of its rows' tokens, unless it is a stop id, is only appended: it fills no block
+    /// and is not the last, and its row is of this residency and has no drafts. So one comparison decides most commits.
+    pub(crate) quiet_until: u32,
     pub(crate) was_admitted: bool,
     pub(crate) num_preemptions: u32,
     /// The plan that preempted it last: it is not resumed in that one.
@@ -114,6 +121,8 @@ impl Sequence {
             num_registered: 0,
             num_sent: 0,
             has_sampled: false,
+            plain_until: 0,
+            quiet_until: 0,
             was_admitted: false,
             num_preemptions: 0,
             preempted_in: 0,
@@ -174,6 +183,77 @@ impl Sequence {
         matches!(self.state, State::Ghost(_))
     }
 
+    /// Whether its next row is a plain decode.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.num_planned < self.plain_until
+    }
+
+    /// A row has been written, and the runner told the whole table.
+    pub(crate) fn settle_plain(&mut self, block_size: u32) {
+        let is_plain = self.has_sampled
+            && self.is_running()
+            && !self.host_masked
+            && self.num_draft_rows_in_flight == 0
+            && self.num_padding_owed == 0;
+        self.plain_until = if is_plain {
+            // The last output token is never computed.
+            (self.num_sent * block_size).min(self.num_prompt + self.max_output - 1)
+        } else {
+            0
+        };
+    }
+
+    /// Whether `id`, the next of its tokens, is only appended.
+    pub(crate) fn is_quiet(&self, id: i32) -> bool {
+        self.num_tokens() < self.quiet_until && !self.is_stop(id)
+    }
+
+    /// A token, or a chunk of the prompt, was committed; a block that it filled was offered to the prefix cache.
+    pub(crate) fn settle_quiet(&mut self, block_size: u32, registers_blocks: bool) {
+        // A preempted one is not resumed, and so not quiet again, before its rows in flight have landed.
+        let is_quiet =
+            self.is_running() && self.confinement.is_none() && self.num_draft_rows_in_flight == 0;
+        let until_last = self.num_prompt + self.max_output - 1;
+        self.quiet_until = match (is_quiet, registers_blocks) {
+            (false, _) => 0,
+            (true, false) => until_last,
+            (true, true) => until_last.min((self.num_registered + 1) * block_size),
+        };
+    }
+
+    #[allow(
+        clippy::manual_contains,
+        reason = "`contains` sets up a vector loop; there are a few ids at most"
+    )]
+    fn is_stop(&self, id: i32) -> bool {
+        self.stop_ids.iter().any(|&stop| stop == id)
+    }
+
+    /// A row that was in flight is committed, or was discarded.
+    pub(crate) fn land(&mut self, row: &RowInFlight) {
+        self.num_pending -= row.max_ids;
+        self.num_rows_in_flight -= 1;
+        self.num_draft_rows_in_flight -= u32::from(row.max_ids > 1);
+    }
+
+    /// Whether, and why, `id`, the last of its tokens, is the last that it may have.
+    pub(crate) fn reason_to_end(&self, id: i32) -> Option<FinishReason> {
+        if self.is_stop(id) {
+            Some(FinishReason::Stop)
+        } else if self.num_output() >= self.max_output {
+            Some(FinishReason::Length)
+        } else {
+            None
+        }
+    }
+
+    /// Whether committed steps have filled a block that was not offered to the prefix cache.
+    pub(crate) fn has_filled_block(&self, block_size: u32) -> bool {
+        // Accepted drafts behind a stop are computed, but are no tokens.
+        let num_filled = self.num_computed.min(self.num_tokens());
+        (self.num_registered + 1) * block_size <= num_filled
+    }
+
     /// The tokens of full block `column`.
     pub(crate) fn block_tokens(&self, column: u32, block_size: u32) -> &[i32] {
         &self.tokens[(column * block_size) as usize..][..block_size as usize]
@@ -198,6 +278,8 @@ impl Sequence {
         self.num_registered = 0;
         self.num_sent = 0;
         self.has_sampled = false;
+        self.plain_until = 0;
+        self.quiet_until = 0;
         self.num_padding_owed = 0;
         self.row = PlannedRow::default();
     }

@@ -92,17 +92,22 @@ impl Scheduler {
         }
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
-        let mut rest = ids;
+        let (mut rest, mut tally) = (ids, Tally::default());
         for (row, &count) in taken.rows.iter().zip(num_ids) {
             let (ids, behind) = rest.split_at(count as usize);
             rest = behind;
-            let num_used = self.commit_row(row, ids);
-            taken.record.num_output_tokens += i64::from(num_used.used);
-            taken.record.num_finished += i64::from(num_used.has_finished);
-            if row.kind == RowKind::Live {
-                taken.record.num_wasted_tokens += i64::from(count) - i64::from(num_used.used);
+            if let &[id] = ids
+                && self.is_appended(row, id)
+            {
+                tally.used += 1;
+            } else {
+                self.commit_row(row, ids, &mut tally);
             }
         }
+        taken.record.num_output_tokens = tally.used.into();
+        taken.record.num_finished = tally.finished.into();
+        taken.record.num_wasted_tokens =
+            ids.len() as i64 - i64::from(tally.used) - i64::from(tally.of_ghosts);
         taken.record.device_us = device_us as i64;
         taken.record.committed_us = now_us as i64;
         self.records.push(taken.record);
@@ -123,17 +128,15 @@ impl Scheduler {
                 expected: step.rows.len(),
             });
         }
-        let mut total = 0;
-        for (row, (&given, planned)) in num_ids.iter().zip(&step.rows).enumerate() {
-            if given as u32 > planned.max_ids {
-                return Err(CommitError::NumIds {
-                    row,
-                    given,
-                    limit: planned.max_ids,
-                });
-            }
-            total += given as usize;
+        let exceeds = |(&given, row): (&i32, &RowInFlight)| given as u32 > row.max_ids;
+        if let Some(row) = num_ids.iter().zip(&step.rows).position(exceeds) {
+            return Err(CommitError::NumIds {
+                row,
+                given: num_ids[row],
+                limit: step.rows[row].max_ids,
+            });
         }
+        let total = num_ids.iter().sum::<i32>() as usize;
         if total != ids.len() {
             return Err(CommitError::Total {
                 given: ids.len(),
@@ -141,84 +144,102 @@ impl Scheduler {
             });
         }
         let vocab_size = self.config.vocab_size;
-        match ids.iter().find(|&&id| id as u32 >= vocab_size) {
-            Some(&token) => Err(CommitError::TokenOutOfRange { token, vocab_size }),
-            None => Ok(()),
+        let is_foreign = |id: i32| id as u32 >= vocab_size;
+        // Without an early exit it is a vector loop.
+        if ids.iter().fold(false, |any, &id| any | is_foreign(id)) {
+            let token = ids.iter().copied().find(|&id| is_foreign(id));
+            return Err(CommitError::TokenOutOfRange {
+                token: token.expect("one was seen"),
+                vocab_size,
+            });
         }
+        Ok(())
     }
 
-    fn commit_row(&mut self, row: &RowInFlight, ids: &[i32]) -> Committed {
-        let nothing = Committed::default();
-        if row.kind == RowKind::Padding {
-            return nothing;
-        }
-        let Some(slot) = self.arena.slot(row.handle) else {
-            return nothing;
+    /// Appends `id` to the row's sequence if that is all there is to do, as for most rows; else changes nothing.
+    fn is_appended(&mut self, row: &RowInFlight, id: i32) -> bool {
+        let Some(sequence) = self.arena.get_mut(row.handle) else {
+            return false;
         };
-        let sequence = &mut self.arena[slot];
-        let num_drafts = row.max_ids.saturating_sub(1);
-        sequence.num_pending -= row.max_ids;
-        sequence.num_rows_in_flight -= 1;
-        sequence.num_draft_rows_in_flight -= u32::from(num_drafts > 0);
-        if sequence.is_ghost() {
-            // It goes on behind the drafts that were right.
-            if sequence.residency == row.residency {
-                sequence.num_planned -= num_drafts.min(row.max_ids - ids.len() as u32);
-            }
-            return nothing;
+        if !sequence.is_quiet(id) {
+            return false;
         }
+        let position = sequence.num_output();
+        sequence.num_pending -= 1;
+        sequence.num_rows_in_flight -= 1;
+        sequence.num_computed += row.count;
+        sequence.tokens.push(id);
+        self.events
+            .push(row.handle, EventKind::Token, id.into(), position.into());
+        true
+    }
+
+    #[inline(never)] // its registers are wanted by the loop over rows that are only appended to
+    fn commit_row(&mut self, row: &RowInFlight, ids: &[i32], tally: &mut Tally) {
+        if row.kind != RowKind::Live {
+            tally.of_ghosts += ids.len() as u32;
+            self.commit_ghost(row, ids);
+            return;
+        }
+        let Some(sequence) = self.arena.get_mut(row.handle) else {
+            return;
+        };
+        if sequence.is_ghost() {
+            self.commit_ghost(row, ids);
+            return;
+        }
+        let slot = row.handle.slot();
+        sequence.land(row);
+        let is_current = sequence.residency == row.residency;
         if row.max_ids > 0 && ids.is_empty() {
             let num_output = sequence.num_output();
+            tally.finished += 1;
             self.end(slot, FinishReason::Error, num_output);
-            return Committed {
-                used: 0,
-                has_finished: true,
-            };
+            return;
         }
-        if sequence.confinement.is_some()
-            && (!ids.is_empty() || row.end >= sequence.confinement.map_or(0, |c| c.until))
+        if let Some(confinement) = sequence.confinement
+            && (!ids.is_empty() || row.end >= confinement.until)
         {
             sequence.confinement = None;
         }
-        if sequence.residency == row.residency {
+        if is_current {
             let num_rejected = row.max_ids - ids.len() as u32;
             sequence.num_computed += row.count - num_rejected;
             sequence.num_planned -= num_rejected;
         }
-        let is_current = sequence.residency == row.residency;
-        let outcome = self.take_tokens(slot, row, ids);
-        if is_current && !outcome.has_finished {
-            self.register_computed(slot);
-        }
-        outcome
-    }
-
-    /// Appends the ids up to a stop.
-    fn take_tokens(&mut self, slot: Slot, row: &RowInFlight, ids: &[i32]) -> Committed {
-        for (i, &id) in ids.iter().enumerate() {
-            let sequence = &mut self.arena[slot];
+        for &id in ids {
             let position = sequence.num_output();
             sequence.tokens.push(id);
             self.events
                 .push(row.handle, EventKind::Token, id.into(), position.into());
-            let reason = if sequence.stop_ids.contains(&id) {
-                Some(FinishReason::Stop)
-            } else if position + 1 >= sequence.max_output {
-                Some(FinishReason::Length)
-            } else {
-                None
-            };
-            if let Some(reason) = reason {
+            tally.used += 1;
+            if let Some(reason) = sequence.reason_to_end(id) {
+                tally.finished += 1;
                 self.end_committed(slot, reason, position + 1);
-                return Committed {
-                    used: i as u32 + 1,
-                    has_finished: true,
-                };
+                return;
             }
         }
-        Committed {
-            used: ids.len() as u32,
-            has_finished: false,
+        if is_current {
+            self.register_computed(slot);
+        }
+        let (block_size, registers_blocks) =
+            (self.config.block_size, self.config.enable_prefix_caching);
+        self.arena[slot].settle_quiet(block_size, registers_blocks);
+    }
+
+    /// A row that gives nobody a token: padding, a ghost's, or one planned before its sequence became a ghost.
+    fn commit_ghost(&mut self, row: &RowInFlight, ids: &[i32]) {
+        if row.kind == RowKind::Padding {
+            return;
+        }
+        let Some(sequence) = self.arena.get_mut(row.handle) else {
+            return;
+        };
+        sequence.land(row);
+        if sequence.residency == row.residency {
+            // It goes on behind the drafts that were right.
+            let num_drafts = row.max_ids.saturating_sub(1);
+            sequence.num_planned -= num_drafts.min(row.max_ids - ids.len() as u32);
         }
     }
 
@@ -234,17 +255,13 @@ impl Scheduler {
     fn register_computed(&mut self, slot: Slot) {
         let block_size = self.config.block_size;
         let sequence = &mut self.arena[slot];
-        // Accepted drafts behind a stop are computed, but are no tokens.
-        let num_filled = sequence.num_computed.min(sequence.num_tokens());
-        if (sequence.num_registered + 1) * block_size > num_filled
-            || !self.config.enable_prefix_caching
-        {
-            return;
-        }
         let Some(seat) = sequence.seat() else {
             return;
         };
-        while (sequence.num_registered + 1) * block_size <= num_filled {
+        if !self.config.enable_prefix_caching {
+            return;
+        }
+        while sequence.has_filled_block(block_size) {
             let column = sequence.num_registered;
             let hash = sequence.block_hash(column, block_size, self.config.hash_seed);
             let tokens = sequence.block_tokens(column, block_size);
@@ -254,10 +271,12 @@ impl Scheduler {
     }
 }
 
-/// What a row's commit did.
+/// What a commit's rows did.
 #[derive(Clone, Copy, Default)]
-struct Committed {
+struct Tally {
     /// Ids that became tokens.
     used: u32,
-    has_finished: bool,
+    /// Ids sampled for ghosts, which are dropped by design.
+    of_ghosts: u32,
+    finished: u32,
 }

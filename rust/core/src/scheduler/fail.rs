@@ -53,15 +53,12 @@ impl Scheduler {
         if row.kind == RowKind::Padding {
             return;
         }
-        let Some(slot) = self.arena.slot(row.handle) else {
+        let Some(sequence) = self.arena.get_mut(row.handle) else {
             return;
         };
-        let sequence = &mut self.arena[slot];
-        sequence.num_pending -= row.max_ids;
-        sequence.num_rows_in_flight -= 1;
-        sequence.num_draft_rows_in_flight -= u32::from(row.max_ids > 1);
+        sequence.land(row);
         if sequence.is_running() && sequence.residency == row.residency {
-            self.preempt(slot);
+            self.preempt(row.handle.slot());
         }
     }
 

@@ -294,6 +294,8 @@ impl Scheduler {
             State::Waiting => self.queue.remove(sequence.key, slot),
             State::Running(seat) if self.config.admission == Admission::StaticPadded => {
                 sequence.state = State::Ghost(seat);
+                sequence.plain_until = 0;
+                sequence.quiet_until = 0;
                 sequence.confinement = None;
                 self.num_running -= 1;
                 if self.num_running == 0 {
@@ -319,7 +321,11 @@ impl Scheduler {
         };
         let (key, num_lost) = (sequence.key, sequence.num_planned);
         self.pass.debt -= sequence.row.debt;
-        self.pass.num_left += sequence.row.count; // of a decode: its row is withdrawn
+        if sequence.row.count > 0 {
+            // It is a decode, whose row is withdrawn.
+            self.pass.num_left += sequence.row.count;
+            self.pass.has_withdrawn = true;
+        }
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use crate::ids::{BlockId, Slot};
+use crate::ids::{BlockId, Handle, Slot};
 use crate::layout::StepLayout;
 use crate::policy::VictimOrder;
 
@@ -10,8 +10,12 @@ use crate::policy::VictimOrder;
 pub(crate) struct Pass {
     /// Counts plans.
     pub(crate) serial: u64,
-    /// Residents that decode, in key order; withdrawn ones have a row of count 0.
-    pub(crate) decodes: Vec<Slot>,
+    /// Residents that decode, in key order; until they are dropped, withdrawn ones have a row of count 0.
+    pub(crate) decodes: Vec<Handle>,
+    /// Whether one of those is withdrawn.
+    pub(crate) has_withdrawn: bool,
+    /// Rows of decodes that are not plain.
+    pub(crate) special_rows: Vec<usize>,
     /// Residents with prompt tokens to go, in key order.
     pub(crate) prefills: Vec<Slot>,
     /// Prefills that got a row, in the order of the walk.
@@ -45,6 +49,8 @@ impl Pass {
         Self {
             serial: 0,
             decodes: Vec::with_capacity(seats),
+            has_withdrawn: false,
+            special_rows: Vec::with_capacity(seats),
             prefills: Vec::with_capacity(seats),
             prefill_rows: Vec::with_capacity(seats),
             gained: Vec::with_capacity(seats),
@@ -65,6 +71,7 @@ impl Pass {
     pub(crate) fn begin(&mut self, budget: u32) {
         self.serial += 1;
         self.decodes.clear();
+        self.has_withdrawn = false;
         self.prefills.clear();
         self.prefill_rows.clear();
         self.gained.clear();

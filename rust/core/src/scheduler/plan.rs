@@ -35,12 +35,12 @@ impl Scheduler {
         self.plan_decodes();
         self.extend_by_drafts(drafts);
         self.walk_prefills();
-        if self.has_rows() {
-            Planned::Step(self.write_step(now_us, drafts, buffer))
-        } else {
+        self.drop_withdrawn();
+        if self.pass.decodes.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
-            self.nothing()
+            return self.nothing();
         }
+        Planned::Step(self.write_step(now_us, drafts, buffer))
     }
 
     /// A static gang that has got past its failure keeps the batch until it ends; only then the next group enters.
@@ -61,53 +61,63 @@ impl Scheduler {
         self.steps.oldest().map_or(Planned::Idle, Planned::Waiting)
     }
 
-    fn has_rows(&self) -> bool {
-        let has_decode = self
-            .pass
-            .decodes
-            .iter()
-            .any(|&slot| self.arena[slot].row.count > 0);
-        has_decode || !self.pass.prefill_rows.is_empty()
-    }
-
     /// Every resident that decodes gets a row of one token, best key first; prefills are listed for the walk.
     fn plan_decodes(&mut self) {
         let is_padded = self.config.admission == Admission::StaticPadded;
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
+        let all_run = !holds_decodes && !is_confined;
         for i in 0..self.residents.len() {
-            let slot = self.residents.get(i).handle.slot();
-            let sequence = &self.arena[slot];
-            let Some(seat) = sequence.seat() else {
-                continue; // it made room for a better one
-            };
-            if is_confined && !self.is_free_to_run(slot) {
-                continue;
-            }
-            if !sequence.has_sampled || sequence.num_padding_owed > 0 {
-                let num_blocks = self.config.blocks_for(sequence.num_tokens());
-                let debt = num_blocks.saturating_sub(self.kv.len(seat));
-                self.arena[slot].row.debt = debt;
-                self.pass.debt += debt;
-                self.pass.prefills.push(slot);
-                continue;
-            }
-            let num_wanted = sequence.num_planned + 1;
-            if sequence.is_ghost() {
-                if holds_decodes || self.config.blocks_for(num_wanted) > self.kv.len(seat) {
-                    continue; // its reservation is used up, only while the gang's last token is in flight
-                }
-            } else if holds_decodes
-                || sequence.max_output_in_flight() >= sequence.max_output
-                || !self.try_grow(slot, num_wanted)
-            {
-                continue;
-            }
+            let handle = self.residents.get(i).handle;
+            let slot = handle.slot();
             let sequence = &mut self.arena[slot];
-            sequence.row.start = sequence.num_planned;
-            sequence.row.count = 1;
-            self.pass.decodes.push(slot);
-            self.pass.num_left -= 1;
+            let runs = if all_run && sequence.is_plain() {
+                true
+            } else {
+                (!is_confined || self.is_free_to_run(slot))
+                    && self.decodes_next(slot, holds_decodes)
+            };
+            if runs {
+                self.arena[slot].row.count = 1;
+                self.pass.decodes.push(handle);
+                self.pass.num_left -= 1;
+            }
+        }
+    }
+
+    /// Whether resident `slot` decodes in this step, with a block reserved for it; if it has prompt tokens to go, it is
+    /// listed.
+    fn decodes_next(&mut self, slot: Slot, holds_decodes: bool) -> bool {
+        let sequence = &self.arena[slot];
+        let Some(seat) = sequence.seat() else {
+            return false; // it made room for a better one
+        };
+        if !sequence.has_sampled || sequence.num_padding_owed > 0 {
+            let num_blocks = self.config.blocks_for(sequence.num_tokens());
+            let debt = num_blocks.saturating_sub(self.kv.len(seat));
+            self.arena[slot].row.debt = debt;
+            self.pass.debt += debt;
+            self.pass.prefills.push(slot);
+            return false;
+        }
+        if holds_decodes {
+            return false;
+        }
+        let num_wanted = sequence.num_planned + 1;
+        if sequence.is_ghost() {
+            // Its reservation is used up only while the gang's last token is in flight.
+            return self.config.blocks_for(num_wanted) <= self.kv.len(seat);
+        }
+        sequence.max_output_in_flight() < sequence.max_output && self.try_grow(slot, num_wanted)
+    }
+
+    /// Drops the rows of those that made room for others since.
+    fn drop_withdrawn(&mut self) {
+        if self.pass.has_withdrawn {
+            let arena = &self.arena;
+            self.pass
+                .decodes
+                .retain(|handle| arena[handle.slot()].row.count > 0);
         }
     }
 
@@ -170,14 +180,16 @@ impl Scheduler {
             let num_drafts = (0..=wanted)
                 .rev()
                 .find(|&num| {
-                    let num_blocks = self.config.blocks_for(sequence.row.start + 1 + num);
+                    let num_blocks = self.config.blocks_for(sequence.num_planned + 1 + num);
                     self.kv.try_reserve(seat, num_blocks).is_some()
                 })
                 .unwrap_or(0);
-            let row = &mut self.arena[slot].row;
-            row.num_drafts = num_drafts;
-            row.count = 1 + num_drafts;
-            row.draft_ids = (drafts.ids.is_some() && num_drafts > 0).then_some(first_id as u32);
+            let sequence = &mut self.arena[slot];
+            sequence.plain_until = 0;
+            sequence.row.num_drafts = num_drafts;
+            sequence.row.count = 1 + num_drafts;
+            sequence.row.draft_ids =
+                (drafts.ids.is_some() && num_drafts > 0).then_some(first_id as u32);
             self.pass.num_left -= num_drafts;
         }
     }

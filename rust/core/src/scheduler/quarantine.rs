@@ -47,6 +47,7 @@ impl Quarantine {
         for &(handle, end) in members {
             let sequence = &mut arena[handle.slot()];
             let until = sequence.confinement.map_or(end, |old| old.until.max(end));
+            sequence.quiet_until = 0;
             sequence.confinement = Some(Confinement { group: id, until });
         }
         let mut members: Vec<Handle> = members.iter().map(|&(handle, _)| handle).collect();

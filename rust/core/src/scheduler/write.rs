@@ -2,15 +2,14 @@
 
 use super::{Drafts, Scheduler};
 use crate::ids::{Seat, Slot, StepId};
-use crate::layout::{CHANGE_WORDS, GAINED_WORDS, StepLayout, flags, header};
+use crate::layout::{CHANGE_WORDS, GAINED_WORDS, Sections, StepLayout, flags, header};
 use crate::record::StepRecord;
 use crate::sequence::{PlannedRow, Sequence};
 use crate::step::{RowInFlight, RowKind, StepInFlight};
 
 /// Fills a buffer's sections, and counts what they hold.
 struct Writer<'a> {
-    buffer: &'a mut [i32],
-    layout: &'a StepLayout,
+    to: Sections<'a>,
     num_gained_blocks: usize,
     num_changes: usize,
     num_rows: usize,
@@ -25,11 +24,11 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    fn new(buffer: &'a mut [i32], layout: &'a StepLayout) -> Self {
-        buffer[layout.offset_cu_seqlens_q] = 0;
+    fn new(buffer: &'a mut [i32], layout: &StepLayout) -> Self {
+        let to = layout.cut(buffer);
+        to.cu_seqlens_q[0] = 0;
         Self {
-            buffer,
-            layout,
+            to,
             num_gained_blocks: 0,
             num_changes: 0,
             num_rows: 0,
@@ -45,48 +44,85 @@ impl<'a> Writer<'a> {
     }
 
     fn row(&mut self, seat: Seat, start: u32, count: u32, row_flags: i32, ids: usize) {
-        let (row, layout) = (self.num_rows, self.layout);
-        self.buffer[layout.offset_row_seat + row] = seat.0 as i32;
-        self.buffer[layout.offset_row_start + row] = start as i32;
-        self.buffer[layout.offset_row_count + row] = count as i32;
-        self.buffer[layout.offset_row_flags + row] = row_flags;
-        self.buffer[layout.offset_row_ids + row] = ids as i32;
+        let row = self.num_rows;
+        self.to.row_seat[row] = seat.0 as i32;
+        self.to.row_start[row] = start as i32;
+        self.to.row_count[row] = count as i32;
+        self.to.row_flags[row] = row_flags;
+        self.to.row_ids[row] = ids as i32;
         self.num_rows += 1;
         self.num_tokens += count as usize;
-        self.buffer[layout.offset_cu_seqlens_q + row + 1] = self.num_tokens as i32;
+        self.to.cu_seqlens_q[row + 1] = self.num_tokens as i32;
         self.max_count = self.max_count.max(count);
         if row_flags & flags::PADDING == 0 {
             self.max_context = self.max_context.max(start + count);
         }
         if row_flags & flags::SAMPLES != 0 {
             self.num_sample_rows += 1;
-            self.num_logits += if row_flags & flags::DRAFTS != 0 {
-                count as usize
-            } else {
-                1
-            };
+            self.num_logits += 1;
         }
         if row_flags & flags::HOST_MASKED != 0 {
             self.num_host_masked += 1;
         }
     }
 
+    /// Begins with `num` rows of plain decodes; their seats and starts are left to the caller.
+    fn plain_rows(&mut self, num: usize) -> (&mut [i32], &mut [i32]) {
+        self.to.row_count[..num].fill(1);
+        self.to.row_flags[..num].fill(flags::SAMPLES);
+        self.to.row_ids[..num].fill(0);
+        for (place, end) in self.to.cu_seqlens_q[..=num].iter_mut().zip(0..) {
+            *place = end;
+        }
+        self.num_rows = num;
+        self.num_seat_rows = num;
+        self.num_tokens = num;
+        self.num_sample_rows = num;
+        self.num_logits = num;
+        self.max_count = u32::from(num > 0);
+        (&mut self.to.row_seat[..num], &mut self.to.row_start[..num])
+    }
+
+    /// Gives the decode in `row` its flags.
+    fn amend(&mut self, row: usize, row_flags: i32) {
+        self.to.row_flags[row] = row_flags;
+        self.num_host_masked += usize::from(row_flags & flags::HOST_MASKED != 0);
+    }
+
+    /// Lengthens the decode in `row` by drafts; `cu_seqlens_q` is mended by `mend_offsets`.
+    fn lengthen(&mut self, row: usize, num_drafts: u32) {
+        let count = 1 + num_drafts;
+        self.to.row_count[row] = count as i32;
+        self.num_tokens += num_drafts as usize;
+        self.num_logits += num_drafts as usize;
+        self.max_count = self.max_count.max(count);
+        let end = self.to.row_start[row] as u32 + count;
+        self.max_context = self.max_context.max(end);
+    }
+
+    fn mend_offsets(&mut self) {
+        let mut end = 0;
+        for (place, count) in self.to.cu_seqlens_q[1..]
+            .iter_mut()
+            .zip(&self.to.row_count[..self.num_rows])
+        {
+            end += count;
+            *place = end;
+        }
+    }
+
     /// Lists ids, and says where.
     fn list(&mut self, ids: &[i32]) -> usize {
         let at = self.num_listed;
-        self.buffer[self.layout.offset_listed_ids + at..][..ids.len()].copy_from_slice(ids);
+        self.to.listed_ids[at..][..ids.len()].copy_from_slice(ids);
         self.num_listed += ids.len();
         at
     }
 
     fn change(&mut self, seat: Seat, column: usize, block: u32) {
-        assert!(
-            self.num_changes < self.layout.capacity_table_changes,
-            "table changes fit"
-        );
-        let at = self.layout.offset_table_changes + self.num_changes * CHANGE_WORDS;
+        let at = self.num_changes * CHANGE_WORDS;
         // One KV group until more are built.
-        self.buffer[at..at + CHANGE_WORDS].copy_from_slice(&[
+        self.to.table_changes[at..at + CHANGE_WORDS].copy_from_slice(&[
             seat.0 as i32,
             0,
             column as i32,
@@ -96,7 +132,7 @@ impl<'a> Writer<'a> {
     }
 
     fn finish(self, step: StepId, num_lost: usize, num_gained: usize) {
-        let header = &mut self.buffer[..header::LEN];
+        let header = self.to.header;
         header.fill(0);
         header[header::MAGIC] = header::MAGIC_VALUE;
         header[header::STEP_LOW] = step.0 as i32;
@@ -132,18 +168,14 @@ impl Scheduler {
         step.record = core::mem::take(&mut self.tally);
         core::mem::swap(&mut step.filled, &mut self.pass.filled);
 
-        let layout = self.layout; // a copy, beside which the scheduler can change
-        let mut writer = Writer::new(buffer, &layout);
-        for (i, seat) in self.lost.iter().enumerate() {
-            writer.buffer[layout.offset_lost + i] = seat.0 as i32;
+        let mut writer = Writer::new(buffer, &self.layout);
+        for (place, seat) in writer.to.lost.iter_mut().zip(&self.lost) {
+            *place = seat.0 as i32;
         }
         for i in 0..self.pass.gained.len() {
             self.write_gained(&mut writer, i);
         }
-        for i in 0..self.pass.decodes.len() {
-            self.write_decode(&mut writer, &mut step, drafts, self.pass.decodes[i]);
-        }
-        writer.num_seat_rows = writer.num_rows;
+        self.write_decodes(&mut writer, &mut step, drafts);
         for i in 0..self.pass.prefill_rows.len() {
             self.write_prefill(&mut writer, &mut step, self.pass.prefill_rows[i]);
         }
@@ -182,8 +214,7 @@ impl Scheduler {
         let seat = sequence.seat().expect("a gained seat is held");
         let table = self.kv.table(seat);
         sequence.num_sent = table.len() as u32;
-        let at = writer.layout.offset_gained + i * GAINED_WORDS;
-        writer.buffer[at..at + GAINED_WORDS].copy_from_slice(&[
+        writer.to.gained[i * GAINED_WORDS..][..GAINED_WORDS].copy_from_slice(&[
             seat.0 as i32,
             handle as i32,
             (handle >> 32) as i32,
@@ -193,78 +224,130 @@ impl Scheduler {
             table.len() as i32,
             writer.num_gained_blocks as i32,
         ]);
-        let start = writer.layout.offset_gained_blocks + writer.num_gained_blocks;
-        for (place, block) in writer.buffer[start..start + table.len()]
-            .iter_mut()
-            .zip(table)
-        {
+        let places = &mut writer.to.gained_blocks[writer.num_gained_blocks..][..table.len()];
+        for (place, block) in places.iter_mut().zip(table) {
             *place = block.0 as i32;
         }
         writer.num_gained_blocks += table.len();
-        assert!(
-            writer.num_gained_blocks <= writer.layout.capacity_gained_blocks,
-            "gained tables fit"
-        );
     }
 
-    fn write_decode(
+    /// Writes every decode as a plain row, and amends the few that are more than that.
+    fn write_decodes(
         &mut self,
         writer: &mut Writer<'_>,
         step: &mut StepInFlight,
         drafts: &Drafts<'_>,
-        slot: Slot,
     ) {
-        let sequence = &self.arena[slot];
-        let row = sequence.row;
-        if row.count == 0 {
-            return; // withdrawn: it made room for another
+        let (arena, pass) = (&mut self.arena, &mut self.pass);
+        let (row_seat, row_start) = writer.plain_rows(pass.decodes.len());
+        let mut max_context = 0;
+        pass.special_rows.clear();
+        let rows = pass.decodes.iter().zip(row_seat).zip(row_start).enumerate();
+        step.rows
+            .extend(rows.map(|(row, ((&handle, to_seat), to_start))| {
+                let sequence = &mut arena[handle.slot()];
+                let seat = sequence.seat().expect("a row has a seat");
+                *to_seat = seat.0 as i32;
+                *to_start = sequence.num_planned as i32;
+                if sequence.is_plain() {
+                    sequence.row.count = 0;
+                } else {
+                    pass.special_rows.push(row);
+                }
+                sequence.num_planned += 1;
+                sequence.num_pending += 1;
+                sequence.num_rows_in_flight += 1;
+                max_context = max_context.max(sequence.num_planned);
+                RowInFlight {
+                    handle,
+                    residency: sequence.residency,
+                    count: 1,
+                    end: sequence.num_planned,
+                    max_ids: 1,
+                    kind: RowKind::Live,
+                }
+            }));
+        writer.max_context = max_context;
+        for i in 0..self.pass.special_rows.len() {
+            self.amend_row(writer, step, drafts, self.pass.special_rows[i]);
         }
-        let seat = sequence.seat().expect("a row has a seat");
+        if writer.max_count > 1 {
+            writer.mend_offsets();
+        }
+    }
+
+    /// Makes the plain row of a decode what it is: a ghost's, masked on the host, with drafts, or in a new block.
+    fn amend_row(
+        &mut self,
+        writer: &mut Writer<'_>,
+        step: &mut StepInFlight,
+        drafts: &Drafts<'_>,
+        row: usize,
+    ) {
+        let in_flight = &mut step.rows[row];
+        let slot = in_flight.handle.slot();
+        let sequence = &mut self.arena[slot];
+        let planned = core::mem::take(&mut sequence.row);
         let (mut row_flags, kind) = flags_and_kind(sequence, &mut step.record);
+        in_flight.kind = kind;
         if sequence.num_draft_rows_in_flight > 0 {
             row_flags |= flags::DEVICE_START;
         }
-        let mut ids = 0;
-        if row.num_drafts > 0 {
+        if planned.num_drafts > 0 {
             row_flags |= flags::DRAFTS;
-            step.record.num_draft_tokens += i64::from(row.num_drafts);
-            if let (Some(first), Some(list)) = (row.draft_ids, drafts.ids) {
+            if let (Some(first), Some(list)) = (planned.draft_ids, drafts.ids) {
                 row_flags |= flags::DRAFT_IDS;
-                ids = writer.list(&list[first as usize..][..row.num_drafts as usize]);
+                let ids = &list[first as usize..][..planned.num_drafts as usize];
+                writer.to.row_ids[row] = writer.list(ids) as i32;
             }
+            writer.lengthen(row, planned.num_drafts);
+            sequence.num_planned += planned.num_drafts;
+            sequence.num_pending += planned.num_drafts;
+            sequence.num_draft_rows_in_flight += 1;
+            sequence.quiet_until = 0;
+            in_flight.count += planned.num_drafts;
+            in_flight.end += planned.num_drafts;
+            in_flight.max_ids += planned.num_drafts;
+            step.record.num_draft_tokens += i64::from(planned.num_drafts);
         }
-        writer.row(seat, row.start, row.count, row_flags, ids);
-        self.arena[slot].num_planned = row.start + row.count;
-        self.depart(writer, step, slot, seat, kind, 1 + row.num_drafts);
+        writer.amend(row, row_flags);
+        self.send_table(writer, slot);
     }
 
     fn write_prefill(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
-        let sequence = &self.arena[slot];
-        let row = sequence.row;
-        if row.count == 0 {
+        let handle = self.arena.handle(slot);
+        let sequence = &mut self.arena[slot];
+        let PlannedRow { start, count, .. } = sequence.row;
+        if count == 0 {
             return; // padding alone
         }
         let seat = sequence.seat().expect("a row has a seat");
         let (row_flags, kind) = flags_and_kind(sequence, &mut step.record);
-        let row_flags = row_flags | flags::LISTED;
-        let ids = writer.list(&sequence.tokens[row.start as usize..][..row.count as usize]);
-        writer.row(seat, row.start, row.count, row_flags, ids);
-        step.record.num_prefill_tokens += i64::from(row.count);
+        let ids = writer.list(&sequence.tokens[start as usize..][..count as usize]);
+        writer.row(seat, start, count, row_flags | flags::LISTED, ids);
         let max_ids = u32::from(sequence.has_sampled);
-        let num_padding = row.num_padding;
-        self.depart(writer, step, slot, seat, kind, max_ids);
-        self.arena[slot].row.num_padding = num_padding;
+        sequence.num_pending += max_ids;
+        sequence.num_rows_in_flight += 1;
+        step.record.num_prefill_tokens += i64::from(count);
+        step.rows.push(RowInFlight {
+            handle,
+            residency: sequence.residency,
+            count,
+            end: start + count,
+            max_ids,
+            kind,
+        });
+        self.send_table(writer, slot);
     }
 
     fn write_padding(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
         let handle = self.arena.handle(slot);
         let sequence = &mut self.arena[slot];
-        let num_padding = sequence.row.num_padding;
-        let seat = sequence.seat().expect("a row has a seat");
-        sequence.row = PlannedRow::default();
+        let num_padding = core::mem::take(&mut sequence.row).num_padding;
         if num_padding == 0 {
             return;
         }
+        let seat = sequence.seat().expect("a row has a seat");
         writer.row(seat, 0, num_padding, flags::PADDING, 0);
         step.record.num_padding_tokens += i64::from(num_padding);
         step.rows.push(RowInFlight {
@@ -277,35 +360,16 @@ impl Scheduler {
         });
     }
 
-    /// What every row of a sequence leaves behind when it is written.
-    fn depart(
-        &mut self,
-        writer: &mut Writer<'_>,
-        step: &mut StepInFlight,
-        slot: Slot,
-        seat: Seat,
-        kind: RowKind,
-        max_ids: u32,
-    ) {
-        let handle = self.arena.handle(slot);
+    /// Tells the runner the blocks of `slot` that it does not know yet.
+    fn send_table(&mut self, writer: &mut Writer<'_>, slot: Slot) {
         let sequence = &mut self.arena[slot];
-        let row = core::mem::take(&mut sequence.row);
+        let seat = sequence.seat().expect("a row has a seat");
         let table = self.kv.table(seat);
         for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
             writer.change(seat, column, block.0);
         }
         sequence.num_sent = table.len() as u32;
-        sequence.num_pending += max_ids;
-        sequence.num_rows_in_flight += 1;
-        sequence.num_draft_rows_in_flight += u32::from(row.num_drafts > 0);
-        step.rows.push(RowInFlight {
-            handle,
-            residency: sequence.residency,
-            count: row.count,
-            end: row.start + row.count,
-            max_ids,
-            kind,
-        });
+        sequence.settle_plain(self.config.block_size);
     }
 }
 
