@@ -1,12 +1,13 @@
 """The paged ragged forward against our dense float64 reference and against transformers."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Checkpoint
-from paged_steps import Harness
+from paged_steps import Harness, Sequence
 from tiny_llama import token_ids
 
 from noria.backends.torch import attention
@@ -113,6 +114,34 @@ def test_a_mix_of_decodes_chunks_and_padding_gives_each_row_its_own_logits(
         for sequence, logits in zip(sequences, rows, strict=True):
             wanted = made.dense(final[sequence.seat])[: sequence.num_computed][-len(logits) :]
             assert_close(logits, wanted, EXACT)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_of_rows_is_right(checkpoint: MakeCheckpoint, seed: int) -> None:
+    """Random chunks, decodes and padding until every sequence is computed."""
+    made = checkpoint()
+    generator = random.Random(seed)
+    harness = Harness(load(made), seed=seed, block_size=generator.choice([1, 3, 4, 16]), max_blocks=128)
+    sequences = [harness.add(token_ids(generator.randint(1, 90), 10 * seed + index)) for index in range(8)]
+    wanted = {sequence.seat: made.dense(list(sequence.token_ids)) for sequence in sequences}
+    num_mixed = 0
+    while left := [s for s in sequences if s.num_computed < len(s.token_ids)]:
+        generator.shuffle(left)
+        decodes: list[Sequence] = []
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in left[: generator.randint(1, 8)]:
+            if sequence.num_computed and generator.random() < 0.5:
+                decodes.append(sequence)
+            else:
+                most = len(sequence.token_ids) - sequence.num_computed
+                chunks.append((sequence, generator.randint(1, min(most, generator.choice([1, 7, 64])))))
+        padding = [generator.randint(1, 9) for _ in range(generator.choice([0, 0, 1, 3]))]
+        num_mixed += bool(decodes and chunks and padding)
+        rows = [*decodes, *(sequence for sequence, _ in chunks)]
+        for sequence, logits in zip(rows, harness.step(decodes, chunks, padding), strict=True):
+            end = sequence.num_computed
+            assert_close(logits, wanted[sequence.seat][end - len(logits) : end], EXACT)
+    assert num_mixed
 
 
 def test_decode_rows_of_very_different_contexts_are_right_together(checkpoint: MakeCheckpoint) -> None:
