@@ -1,8 +1,8 @@
 //! What must hold of every step that the core plans, beside what its buffer says of itself.
 
-use noria_core::{Admission, Seat, StepId, digest, flags};
+use noria_core::{Admission, EventKind, Seat, StepId, digest, flags};
 
-use super::view::StepView;
+use super::view::{RowView, StepView};
 use super::world::World;
 
 impl World {
@@ -14,38 +14,11 @@ impl World {
         self.last_step = id.0;
         view.check(&self.config, &layout, &self.buffer);
         self.check_tables(&view);
-        for gain in &view.gained {
-            let account = &self.ledger.accounts[&gain.handle];
-            assert_eq!(gain.num_prompt_tokens as usize, account.ask.prompt.len());
-            assert_eq!(gain.num_tokens, account.num_tokens());
-            if let Some(row) = view.row_of(gain.handle) {
-                assert_eq!(row.start, gain.num_computed_tokens);
-            }
-        }
-        for row in view.sequence_rows() {
-            let account = &self.ledger.accounts[&row.handle];
-            let is_ghost = row.has(flags::GHOST);
-            assert_eq!(is_ghost, !account.is_live(), "a ghost is who has ended");
-            assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
-            assert!(
-                !is_ghost || !row.has(flags::HOST_MASKED),
-                "a ghost needs no mask"
-            );
-        }
+        self.check_gains(&view);
+        self.check_rows(&view);
         let is_confined = self.is_confined_now();
         if is_confined {
-            assert_eq!(
-                self.oldest(),
-                None,
-                "a quarantine group runs one step at a time"
-            );
-            for row in view.sequence_rows() {
-                let account = &self.ledger.accounts[&row.handle];
-                assert!(
-                    account.suspect_until.is_some() || !account.is_live(),
-                    "a quarantine group runs by itself"
-                );
-            }
+            self.check_confined(&view);
         }
         self.is_confined.insert(id.0, is_confined);
         self.seen.confined_steps += u64::from(is_confined);
@@ -59,6 +32,69 @@ impl World {
         self.digests.push(digest(&layout, &self.buffer));
         self.num_steps += 1;
         self.runner.push(id, view, &self.buffer);
+    }
+
+    /// Each gain is an admission that events tell, with the tokens that were found for it.
+    fn check_gains(&self, view: &StepView) {
+        let entered: Vec<(u64, i64, i64)> = self
+            .core
+            .events()
+            .iter()
+            .filter(|event| matches!(event.kind, EventKind::Admitted | EventKind::Resumed))
+            .map(|event| (event.handle.to_bits(), event.first, event.second))
+            .collect();
+        let gained: Vec<(u64, i64, i64)> = view
+            .gained
+            .iter()
+            .map(|gain| (gain.handle, gain.num_computed_tokens.into(), view.id as i64))
+            .collect();
+        assert_eq!(gained, entered);
+        for gain in &view.gained {
+            let account = &self.ledger.accounts[&gain.handle];
+            assert_eq!(gain.num_prompt_tokens as usize, account.ask.prompt.len());
+            assert_eq!(gain.num_tokens, account.num_tokens());
+            match view.row_of(gain.handle) {
+                Some(row) => assert_eq!(row.start, gain.num_computed_tokens),
+                None => assert!(
+                    self.config.admission != Admission::Optimistic,
+                    "who enters gets tokens"
+                ),
+            }
+        }
+    }
+
+    fn check_rows(&self, view: &StepView) {
+        for row in view.sequence_rows() {
+            let account = &self.ledger.accounts[&row.handle];
+            let is_ghost = row.has(flags::GHOST);
+            assert_eq!(is_ghost, !account.is_live(), "a ghost is who has ended");
+            assert!(!is_ghost || self.config.admission == Admission::StaticPadded);
+            assert!(
+                !is_ghost || !row.has(flags::HOST_MASKED),
+                "a ghost needs no mask"
+            );
+        }
+        let is_partial = |row: &&RowView| row.has(flags::LISTED) && !row.has(flags::SAMPLES);
+        let num_partial = view.rows.iter().filter(is_partial).count();
+        assert!(
+            num_partial <= self.config.max_partial_prefills as usize,
+            "few prefills are left unfinished"
+        );
+    }
+
+    fn check_confined(&self, view: &StepView) {
+        assert_eq!(
+            self.oldest(),
+            None,
+            "a quarantine group runs one step at a time"
+        );
+        for row in view.sequence_rows() {
+            let account = &self.ledger.accounts[&row.handle];
+            assert!(
+                account.suspect_until.is_some() || !account.is_live(),
+                "a quarantine group runs by itself"
+            );
+        }
     }
 
     /// Gained tables and changes make up what the core holds, entry by entry.
