@@ -104,7 +104,7 @@ def _answer(llm: "LLM", prompts: list[tuple[str, int]], out: "Console") -> "Work
 
 def _compare(llm: "LLM", workload: "Workload", out: "Console") -> None:
     """The same requests under each batching, each held to the length that its answer had."""
-    from noria.bench.lengths import longest_over_mean
+    from noria.bench.lengths import longest_over_mean, longest_over_mean_in_order
     from noria.bench.report import throughput_table
     from noria.bench.throughput import run_batchings, torch_engines
     from noria.cli.progress import RunProgress
@@ -118,11 +118,13 @@ def _compare(llm: "LLM", workload: "Workload", out: "Console") -> None:
     seats = llm.config.max_num_seqs
     title = f"{len(workload.requests)} requests, {seats} seats, depth {llm.config.depth}"
     out.print(throughput_table(runs, title=title))
+    lengths = workload.output_lengths
     by_name = {run.batching: run for run in runs}
     continuous, padded = by_name["continuous"], by_name["padded"]
     out.print(
         f"Padded took {padded.num_decode_steps / continuous.num_decode_steps:.2f} x the decode steps and "
         f"{padded.wall_s / continuous.wall_s:.2f} x the time of continuous batching. "
-        f"A batch of {seats} is as long as its longest answer: E[longest of {seats}] / E[length] = "
-        f"{longest_over_mean(workload.output_lengths, seats):.2f} for these answers."
+        f"A batch of {seats} is as long as its longest answer: E[longest of {seats}] / E[length] of these "
+        f"answers is {longest_over_mean(lengths, seats):.2f} for batches drawn at random, "
+        f"{longest_over_mean_in_order(lengths, seats):.2f} in this order."
     )
