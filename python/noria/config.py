@@ -1,5 +1,6 @@
 """What an engine is built from: given once, checked once, resolved once against the model."""
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,7 +234,8 @@ class ResolvedConfig:
             watermark_blocks=self.watermark_blocks,
             scheduling_policy=engine.scheduling_policy,
             admission=_ADMISSION[engine.batching],
-            hash_seed=engine.seed,
+            # Secret, so that nobody can make prompts whose hashes collide; no token depends on it.
+            hash_seed=secrets.randbits(64),
             record=record,
         )
 
