@@ -1,5 +1,6 @@
 //! The core under a null runner: tables, enumerations and random traffic.
 
+mod buffer_limits;
 mod commit_errors;
 mod enumerated;
 mod naive;
