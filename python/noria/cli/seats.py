@@ -54,7 +54,7 @@ class SeatScreen:
     """Shows answers as they come.
 
     On a terminal: a table of the seats, redrawn a few times a second, above it the finished answers.
-    Elsewhere: a line an answer, and every two seconds a line that says who holds each seat.
+    Elsewhere: a line an answer, and, at most every two seconds, a line when somebody else holds a seat.
 
     Args:
         answers: by index of the prompt.
@@ -71,6 +71,7 @@ class SeatScreen:
         self._index_of: dict[int, int] = {}
         self._holders = [_EMPTY] * len(seat_handles())
         self._counts = _Counts()
+        self._printed_holders: list[int] = []
         self._drawn = 0.0
         self._live = Live(console=out, auto_refresh=False, transient=True) if out.is_terminal else None
 
@@ -119,7 +120,8 @@ class SeatScreen:
         self._drawn = now
         if self._live is not None:
             self._live.update(self._screen(), refresh=True)
-        else:
+        elif self._holders != self._printed_holders:
+            self._printed_holders = list(self._holders)
             self._out.print(self._line(), highlight=False)
 
     def _screen(self) -> RenderableType:
