@@ -6,7 +6,7 @@ One thread owns an engine, and through it the core.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,16 @@ from noria import _core
 from noria._core import Core
 from noria.errors import NoriaError, RejectedError, TokenOutOfRangeError
 from noria.outputs import Events
-from noria.runner.base import Executor, HostMasks, SeatInit, StepResult, StepRunner
+from noria.runner.base import (
+    DraftProvider,
+    Executor,
+    HostMasks,
+    MaskProvider,
+    MaskRequest,
+    SeatInit,
+    StepResult,
+    StepRunner,
+)
 from noria.runner.step import StepView
 from noria.runner.thread import ThreadRunner
 from noria.stats import EngineStats, StatsKeeper
@@ -30,45 +39,6 @@ _NOBODY = -1
 
 class EngineDeadError(NoriaError):
     """The engine was closed, its device was lost, or a turn was cut short; it takes no more work."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskRequest:
-    """Rows of one step whose logits the host edits before they are sampled.
-
-    All tokens before these positions have been given out as events. Rows of finished requests are
-    left out.
-
-    Attributes:
-        step: the step's id.
-        rows: `[n]` int64: the keys to use in `HostMasks`.
-        handles: `[n]` int64: whose rows they are.
-        output_positions: `[n]` int64: of the tokens to be sampled.
-    """
-
-    step: int
-    rows: npt.NDArray[np.int64]
-    handles: npt.NDArray[np.int64]
-    output_positions: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Guessed tokens for the next step's decode rows; those that cannot be used are dropped.
-
-    Attributes:
-        handles: `[n]` int64: for whom.
-        counts: `[n]` int32: how many for each.
-        ids: `[counts.sum()]` int32: the guesses, one after another; None if the device makes them.
-    """
-
-    handles: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int32]
-    ids: npt.NDArray[np.int32] | None = None
-
-
-MaskProvider = Callable[[MaskRequest], HostMasks]
-DraftProvider = Callable[[], Drafts | None]
 
 
 @dataclass(frozen=True, slots=True)

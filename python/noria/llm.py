@@ -30,7 +30,7 @@ from noria.outputs import (
     RequestOutput,
 )
 from noria.progress import ProgressBar
-from noria.prompts import Prompt, PromptInput, read_prompt, split_prompts
+from noria.prompts import Prompt, PromptInput, split_prompts, tokenize_prompts
 from noria.runner.base import SeatInit
 from noria.runner.torch_runner import TorchExecutor
 from noria.sampling.params import SamplingParams
@@ -257,7 +257,10 @@ class LLM:
     ) -> list[_Submitted | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
         requests: list[_Submitted | _Refused] = []
-        for index, (prompt, token_ids) in enumerate(self._tokenized(given)):
+        started_ns = time.perf_counter_ns()
+        tokenized = tokenize_prompts(given, self.tokenizer)
+        self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
+        for index, (prompt, token_ids) in enumerate(tokenized):
             request_id = str(self._num_requests)
             self._num_requests += 1
             try:
@@ -274,31 +277,6 @@ class LLM:
                 message = f"prompt {index}: {error}"
                 raise type(error)(message, value=error.value, limit=error.limit) from error
         return requests
-
-    def _tokenized(self, given: Sequence[object]) -> list[tuple[Prompt, list[int] | RejectedError]]:
-        """Each prompt with its token ids, or with why it has none."""
-        started_ns = time.perf_counter_ns()
-        read: list[tuple[Prompt, list[int] | RejectedError]] = []
-        texts: list[tuple[int, str]] = []
-        for index, prompt in enumerate(given):
-            try:
-                one = read_prompt(prompt)
-                if one.token_ids is None and self.tokenizer is None:
-                    raise RejectedError(
-                        "it is a text, but the engine has no tokenizer (skip_tokenizer_init is set)",
-                        value=prompt,
-                    )
-            except RejectedError as error:
-                read.append((Prompt(text=prompt if isinstance(prompt, str) else None, token_ids=None), error))
-                continue
-            if one.token_ids is None and one.text is not None:
-                texts.append((index, one.text))
-            read.append((one, one.token_ids or []))
-        if texts and self.tokenizer is not None:
-            for (index, _), encoded in zip(texts, _encoded(self.tokenizer, texts), strict=True):
-                read[index] = (read[index][0], encoded)
-        self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
-        return read
 
     def _submit(
         self, request_id: str, prompt: Prompt, token_ids: list[int], params: SamplingParams, priority: int
@@ -398,21 +376,6 @@ class LLM:
             ),
             error=self.engine.take_cause(request.handle),
         )
-
-
-def _encoded(tokenizer: Tokenizer, texts: Sequence[tuple[int, str]]) -> list[list[int] | RejectedError]:
-    """Each text's token ids, or why it has none."""
-    try:
-        return [*tokenizer.encode_batch([text for _, text in texts])]
-    except RejectedError:  # it does not say which
-        return [_encoded_alone(tokenizer, text) for _, text in texts]
-
-
-def _encoded_alone(tokenizer: Tokenizer, text: str) -> list[int] | RejectedError:
-    try:
-        return tokenizer.encode(text)
-    except RejectedError as error:
-        return error
 
 
 def _refused_output(request: _Refused) -> RequestOutput:

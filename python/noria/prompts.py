@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from noria.errors import RejectedError
+
+if TYPE_CHECKING:
+    from noria.text.tokenizer import Tokenizer
 
 PromptInput = str | Sequence[int] | npt.NDArray[np.integer] | Mapping[str, object]
 """A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -58,6 +62,51 @@ def read_prompt(prompt: object) -> Prompt:
     if isinstance(prompt, Mapping):
         return _read_mapping(prompt)
     return Prompt(text=None, token_ids=_read_ids(prompt))
+
+
+def tokenize_prompts(
+    prompts: Sequence[object], tokenizer: "Tokenizer | None"
+) -> list[tuple[Prompt, list[int] | RejectedError]]:
+    """Each prompt with its token ids, or with why it has none; texts are encoded together.
+
+    Args:
+        prompts: as `split_prompts` gives them.
+        tokenizer: None if there is none, so that a text is refused.
+    """
+    read: list[tuple[Prompt, list[int] | RejectedError]] = []
+    texts: list[tuple[int, str]] = []
+    for index, given in enumerate(prompts):
+        try:
+            prompt = read_prompt(given)
+            if prompt.token_ids is None and tokenizer is None:
+                raise RejectedError(
+                    "it is a text, but the engine has no tokenizer (skip_tokenizer_init is set)", value=given
+                )
+        except RejectedError as error:
+            read.append((Prompt(text=given if isinstance(given, str) else None, token_ids=None), error))
+            continue
+        if prompt.token_ids is None and prompt.text is not None:
+            texts.append((index, prompt.text))
+        read.append((prompt, prompt.token_ids or []))
+    if tokenizer is not None:
+        for (index, _), encoded in zip(texts, _encoded(tokenizer, texts), strict=True):
+            read[index] = (read[index][0], encoded)
+    return read
+
+
+def _encoded(tokenizer: "Tokenizer", texts: Sequence[tuple[int, str]]) -> list[list[int] | RejectedError]:
+    """Each text's token ids, or why it has none."""
+    try:
+        return [*tokenizer.encode_batch([text for _, text in texts])]
+    except RejectedError:  # it does not say which
+        return [_encoded_alone(tokenizer, text) for _, text in texts]
+
+
+def _encoded_alone(tokenizer: "Tokenizer", text: str) -> list[int] | RejectedError:
+    try:
+        return tokenizer.encode(text)
+    except RejectedError as error:
+        return error
 
 
 def _read_mapping(prompt: Mapping[object, object]) -> Prompt:

@@ -28,6 +28,7 @@ from noria import (
     TokenOutOfRangeError,
     _core,
 )
+from noria.interrupts import HeldInterrupts
 from noria.outputs import Events
 from noria.progress import ProgressBar
 
@@ -329,6 +330,42 @@ def test_ctrl_c_while_a_step_runs_waits_for_the_step(llm: LLM) -> None:
     timer.join()
     assert llm.engine.is_usable
     assert_nothing_is_left(llm)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_step_that_hangs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, held, ends = threading.Event(), threading.Event(), threading.Event()
+    on_interrupt = HeldInterrupts._on_interrupt
+
+    def noted(interrupts: HeldInterrupts, *args: Any) -> None:
+        held.set()
+        on_interrupt(interrupts, *args)
+
+    def hang(ops: Any) -> Any:
+        hangs.set()
+        ends.wait(60)
+        raise RuntimeError("it was hanging")
+
+    def interrupt_twice() -> None:
+        main = threading.main_thread().ident or 0
+        hangs.wait(60)
+        signal.pthread_kill(main, signal.SIGINT)
+        held.wait(60)  # two at once would be one
+        signal.pthread_kill(main, signal.SIGINT)
+
+    monkeypatch.setattr(HeldInterrupts, "_on_interrupt", noted)
+    monkeypatch.setattr(llm.model.network, "forward", hang)
+    thread = threading.Thread(target=interrupt_twice)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5]], GREEDY)
+    thread.join()
+    assert not ends.is_set()
+    assert not llm.engine.is_usable
+    with pytest.raises(EngineDeadError, match="cut short by KeyboardInterrupt"):
+        llm.generate([[5]], GREEDY)
+    ends.set()
 
 
 def generate_for_ever(llm: LLM, params: SamplingParams) -> None:

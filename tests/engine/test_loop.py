@@ -7,9 +7,9 @@ import pytest
 from null_harness import EOS, NullRequest, NullRun, random_prompt, small_config
 
 from noria import _core
-from noria.engine import Drafts, EngineDeadError
+from noria.engine import EngineDeadError
 from noria.errors import MaxTokensError, NeverFitsError, PromptTooLongError, TokenOutOfRangeError
-from noria.runner.base import SeatInit
+from noria.runner.base import Drafts, SeatInit
 from noria.sampling.params import SamplingParams
 
 MakeRun = Callable[..., NullRun]

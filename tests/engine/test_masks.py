@@ -8,9 +8,8 @@ import pytest
 from null_harness import EOS, VOCAB_SIZE, NullRequest, NullRun, small_config
 
 from noria import _core
-from noria.engine import MaskRequest
 from noria.errors import RejectedError
-from noria.runner.base import HostMasks, SeatInit
+from noria.runner.base import HostMasks, MaskRequest, SeatInit
 from noria.sampling.params import SamplingParams
 
 MakeRun = Callable[..., NullRun]

@@ -59,6 +59,45 @@ class HostMasks:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskRequest:
+    """Rows of one step whose logits the host edits before they are sampled.
+
+    All tokens before these positions have been given out as events. Rows of finished requests are
+    left out.
+
+    Attributes:
+        step: the step's id.
+        rows: `[n]` int64: the keys to use in `HostMasks`.
+        handles: `[n]` int64: whose rows they are.
+        output_positions: `[n]` int64: of the tokens to be sampled.
+    """
+
+    step: int
+    rows: npt.NDArray[np.int64]
+    handles: npt.NDArray[np.int64]
+    output_positions: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guessed tokens for the next step's decode rows; those that cannot be used are dropped.
+
+    Attributes:
+        handles: `[n]` int64: for whom.
+        counts: `[n]` int32: how many for each.
+        ids: `[counts.sum()]` int32: the guesses, one after another; None if the device makes them.
+    """
+
+    handles: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32] | None = None
+
+
+MaskProvider = Callable[[MaskRequest], HostMasks]
+DraftProvider = Callable[[], Drafts | None]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledIds:
     """A step's tokens.
 

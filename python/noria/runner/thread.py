@@ -21,6 +21,10 @@ from noria.errors import NoriaError
 from noria.runner.base import DeviceLostError, Executor, HostMasks, PendingIds, SeatInit, StepResult
 from noria.runner.step import StepView
 
+# A signal that comes just before a wait for a lock is not seen before the wait ends, so waits are cut: Ctrl-C
+# is heard after this time at the latest.
+_SIGNAL_CHECK_S = 1.0
+
 
 class _Ticket:
     """A step on its way; the thread writes the times, the engine's side `is_cancelled`."""
@@ -122,8 +126,10 @@ class ThreadRunner:
         while True:
             self._require_open()
             try:
-                outcome = self._outcomes.get(block=block)
+                outcome = self._outcomes.get(block=block, timeout=_SIGNAL_CHECK_S)
             except queue.Empty:
+                if block:
+                    continue
                 return None
             if not outcome.ticket.is_cancelled:
                 break

@@ -8,9 +8,17 @@ import numpy.typing as npt
 
 from noria import _core
 from noria.config import EngineConfig
-from noria.engine import DraftProvider, Engine, MaskProvider
+from noria.engine import Engine
 from noria.outputs import EventCollector, Events, FinishedRequest
-from noria.runner.base import Executor, HostMasks, PendingIds, SeatInit, StepResult
+from noria.runner.base import (
+    DraftProvider,
+    Executor,
+    HostMasks,
+    MaskProvider,
+    PendingIds,
+    SeatInit,
+    StepResult,
+)
 from noria.runner.null_runner import AcceptDrafts, Fault, NullExecutor, NullScript, accept_pseudorandomly
 from noria.runner.step import StepView
 from noria.runner.thread import ThreadRunner

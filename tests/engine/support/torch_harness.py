@@ -11,11 +11,11 @@ from tiny_llama import VOCAB_SIZE
 
 from noria import _core
 from noria.config import EngineConfig
-from noria.engine import Engine, MaskProvider
+from noria.engine import Engine
 from noria.kv_cache import KvCache
 from noria.models import Model
 from noria.outputs import EventCollector, Events, FinishedRequest
-from noria.runner.base import Executor, HostMasks, PendingIds, SeatInit
+from noria.runner.base import Executor, HostMasks, MaskProvider, PendingIds, SeatInit
 from noria.runner.step import StepView
 from noria.runner.thread import ThreadRunner
 from noria.runner.torch_runner import TorchExecutor
