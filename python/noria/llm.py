@@ -260,22 +260,26 @@ class LLM:
         started_ns = time.perf_counter_ns()
         tokenized = tokenize_prompts(given, self.tokenizer)
         self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
-        for index, (prompt, token_ids) in enumerate(tokenized):
-            request_id = str(self._num_requests)
-            self._num_requests += 1
-            try:
-                if isinstance(token_ids, RejectedError):
-                    raise token_ids
-                rank = 0 if priority is None else priority[index]
-                requests.append(self._submit(request_id, prompt, token_ids, params[index], rank))
-            except RejectedError as error:
-                ids = [] if isinstance(token_ids, RejectedError) else token_ids
-                if on_error == "return":
-                    requests.append(_Refused(request_id, prompt, ids, error))
-                    continue
-                self._abandon(requests)
-                message = f"prompt {index}: {error}"
-                raise type(error)(message, value=error.value, limit=error.limit) from error
+        try:
+            for index, (prompt, token_ids) in enumerate(tokenized):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                try:
+                    if isinstance(token_ids, RejectedError):
+                        raise token_ids
+                    rank = 0 if priority is None else _checked_priority(priority[index])
+                    requests.append(self._submit(request_id, prompt, token_ids, params[index], rank))
+                except RejectedError as error:
+                    ids = [] if isinstance(token_ids, RejectedError) else token_ids
+                    if on_error == "return":
+                        requests.append(_Refused(request_id, prompt, ids, error))
+                        continue
+                    message = f"prompt {index}: {error}"
+                    raise type(error)(message, value=error.value, limit=error.limit) from error
+        except BaseException:
+            # Whatever it was (Ctrl-C too): those before it must not run with the next call's.
+            self._abandon(requests)
+            raise
         return requests
 
     def _submit(
@@ -287,9 +291,10 @@ class LLM:
         stop_token_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_token_ids |= self._eos_token_ids
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = self.resolved_config.max_model_len  # cut to what the prompt leaves
+        # The core cuts it to what the prompt leaves.
+        max_tokens = self.resolved_config.max_model_len
+        if params.max_tokens is not None:
+            max_tokens = min(max_tokens, params.max_tokens)
         arrival_us = time.perf_counter_ns() // 1000
         handle = self.engine.submit(
             token_ids,
@@ -399,6 +404,14 @@ def _spread_params(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence) or not all(
+        isinstance(params, SamplingParams) for params in sampling_params
+    ):
+        raise RejectedError(
+            f"sampling_params is {sampling_params!r}; "
+            "it must be SamplingParams, or a list of one for each prompt",
+            value=sampling_params,
+        )
     if len(sampling_params) != num_prompts:
         raise RejectedError(
             f"{len(sampling_params)} sampling_params were given for {num_prompts} prompts",
@@ -406,6 +419,17 @@ def _spread_params(
             limit=num_prompts,
         )
     return sampling_params
+
+
+def _checked_priority(priority: object) -> int:
+    """A band that the core can hold."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise RejectedError(
+            f"its priority is {priority!r}; it must be an integer from -2**31 to 2**31 - 1",
+            value=priority,
+            limit=2**31 - 1,
+        )
+    return priority
 
 
 def _request_seed(seed: int, number: int) -> int:

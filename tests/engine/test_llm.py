@@ -449,3 +449,10 @@ def test_max_tokens_below_one_is_refused_by_its_own_error() -> None:
     with pytest.raises(RejectedError, match="max_tokens"):
         SamplingParams(max_tokens=0)
     assert issubclass(MaxTokensError, RejectedError)
+
+
+@pytest.mark.parametrize("bad", ["a", 1.5, None, 2**31, True])
+def test_a_bad_priority_is_refused_by_name_and_leaves_nothing_queued(llm: LLM, bad: object) -> None:
+    with pytest.raises(RejectedError, match="prompt 1: its priority is"):
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=5), priority=[0, bad])  # type: ignore[list-item]
+    assert not llm.engine.has_work
