@@ -29,11 +29,17 @@ BATCHINGS = ("continuous", "gang", "padded")
 
 def transformers_model(path: Path) -> torch.nn.Module:
     """The same weights in transformers, float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    if path.suffix == ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if path.suffix != ".gguf":
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # What `from_pretrained(gguf_file=...)` does, by the same functions, without its need of accelerate.
+    config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
+    model = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(tensors, strict=False)
+    return model.eval()
 
 
 def transformers_rate(model: torch.nn.Module, workload: Workload) -> float:

@@ -72,6 +72,14 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("batching", self.batching, BATCHINGS)
+        _require_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _require_bool("skip_tokenizer_init", self.skip_tokenizer_init)
+        if not isinstance(self.device, str):
+            raise ConfigError(
+                f"device is {self.device!r}; it must be a name: auto, cpu, cuda or cuda:<n>",
+                name="device",
+                value=self.device,
+            )
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2, 2**30)
         _require_int("max_num_seqs", self.max_num_seqs, 1, 2**20)
@@ -98,9 +106,10 @@ class EngineConfig:
         _require_int("depth", self.depth, 1, 3)
         _require_int("max_partial_prefills", self.max_partial_prefills, 1, 2**30)
         _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 2**30)
-        if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
+        is_number = isinstance(self.watermark, int | float) and not isinstance(self.watermark, bool)
+        if not is_number or not 0 <= self.watermark < 1:
             raise ConfigError(
-                f"watermark is {self.watermark}; it must be from 0 to below 1",
+                f"watermark is {self.watermark!r}; it must be from 0 to below 1",
                 name="watermark",
                 value=self.watermark,
             )
@@ -277,7 +286,11 @@ def torch_device(name: str) -> "torch.device":
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (kind == "cpu" and number):
+    if (
+        kind not in ("cpu", "cuda")
+        or (number and not (number.isascii() and number.isdigit()))
+        or (kind == "cpu" and number)
+    ):
         raise ConfigError(
             f"device is {name!r}; it must be auto, cpu, cuda or cuda:<n>", name="device", value=name
         )
@@ -294,6 +307,11 @@ def _require_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         message = f"{name} is {value!r}; it must be an integer from {low} to {high}"
         raise ConfigError(message, name=name, value=value)
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False", name=name, value=value)
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

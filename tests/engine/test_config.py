@@ -45,6 +45,10 @@ TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
         ("long_prefill_token_threshold", -1, "from 0"),
         ("watermark", 1.0, "from 0 to below 1"),
         ("watermark", float("nan"), "from 0 to below 1"),
+        ("watermark", "a", "from 0 to below 1"),
+        ("device", 3, "auto, cpu, cuda"),
+        ("enable_prefix_caching", "no", "True or False"),
+        ("skip_tokenizer_init", 1, "True or False"),
         ("seed", -1, "from 0"),
     ],
 )
