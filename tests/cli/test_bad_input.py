@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -119,9 +120,9 @@ def test_as_a_process_it_exits_with_2_and_prints_no_traceback():
     assert done.stderr == "noria: depth is 0; it must be an integer from 1 to 3\n"
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk_is_named_and_exits_with_1():
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "noria.cli", "--help"],
             stdout=full,

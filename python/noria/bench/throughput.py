@@ -327,8 +327,6 @@ def run_batchings(
         for config in configs:
             on_start = None if on_run is None else partial(on_run, config.batching, repeat)
             runs.append(
-                run_throughput(
-                    start, config, workload, repeat=repeat, on_start=on_start, on_events=on_events
-                )
+                run_throughput(start, config, workload, repeat=repeat, on_start=on_start, on_events=on_events)
             )
     return runs
