@@ -89,7 +89,10 @@ class SamplingFlags:
     seed: Annotated[
         int | None, Parameter(help="Makes sampling repeatable, whatever shares the batch. [default: random]")
     ] = None
-    max_tokens: Annotated[int, Parameter(help="Longest output, tokens.")] = 128
+    max_tokens: Annotated[
+        int | None,
+        Parameter(help="Longest output, tokens. [default: 128; in chat, what the context leaves]"),
+    ] = None
     stop_token_ids: Annotated[
         str | None,
         Parameter(help="Token ids that end the output too, comma-separated: 2,13. [default: none]"),
