@@ -207,6 +207,17 @@ impl StepLayout {
     }
 }
 
+impl StepLayout {
+    /// The sections of `buffer` in which one plain row differs from another: seats and starts.
+    pub(crate) fn plain_columns<'a>(
+        &self,
+        buffer: &'a mut [i32],
+    ) -> (&'a mut [i32], &'a mut [i32]) {
+        let columns = &mut buffer[self.offset_row_seat..self.offset_row_count];
+        columns.split_at_mut(self.offset_row_start - self.offset_row_seat)
+    }
+}
+
 /// A digest of all that a planned step wrote to `buffer`; what earlier steps left in it does not count.
 pub fn digest(layout: &StepLayout, buffer: &[i32]) -> u64 {
     let count = |word: usize| buffer[word] as usize;

@@ -11,12 +11,24 @@ use crate::record::StepRecord;
 pub(crate) struct RowInFlight {
     pub(crate) handle: Handle,
     pub(crate) residency: u32,
-    pub(crate) count: u32,
     /// Where the row ends; an upper bound behind drafts.
     pub(crate) end: u32,
-    /// Ids that it may sample.
-    pub(crate) max_ids: u32,
+    pub(crate) count: u32,
+    /// Ids that it may sample; at most `max_drafts + 1`.
+    pub(crate) max_ids: u16,
     pub(crate) kind: RowKind,
+}
+
+impl RowInFlight {
+    /// What is where no row has been written yet.
+    pub(crate) const NONE: Self = Self {
+        handle: Handle::NONE,
+        residency: 0,
+        end: 0,
+        count: 0,
+        max_ids: 0,
+        kind: RowKind::Padding,
+    };
 }
 
 /// What a row is for.
@@ -107,7 +119,7 @@ impl StepRing {
     }
 
     pub(crate) fn recycle(&mut self, mut step: StepInFlight) {
-        step.rows.clear();
+        // The rows stay as room: `plan` overwrites them.
         step.filled.clear();
         self.spare.push(step);
     }

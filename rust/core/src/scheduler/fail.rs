@@ -80,8 +80,9 @@ impl Scheduler {
     fn disband_gang(&mut self) {
         self.residents.settle();
         for i in 0..self.residents.len() {
-            let slot = self.residents.get(i).handle.slot();
-            if self.arena[slot].is_running() {
+            let resident = *self.residents.get(i);
+            let slot = resident.handle.slot();
+            if !resident.has_left && self.arena[slot].is_running() {
                 self.preempt(slot);
             }
         }

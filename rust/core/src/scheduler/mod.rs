@@ -24,6 +24,7 @@ use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::layout::StepLayout;
 use crate::policy::{Admission, Key};
+use crate::prefix_cache::ChainHasher;
 use crate::queue::WaitQueue;
 use crate::record::{RecordRing, StepRecord};
 use crate::recording::Recorder;
@@ -75,6 +76,7 @@ pub struct Scheduler {
     pub(crate) arena: Arena<Sequence>,
     pub(crate) queue: WaitQueue,
     pub(crate) kv: Kv,
+    hasher: ChainHasher,
     pub(crate) free_seats: Vec<Seat>,
     pub(crate) residents: Residents,
     pub(crate) steps: StepRing,
@@ -112,6 +114,7 @@ impl Scheduler {
                 seats,
                 config.max_blocks_per_seq(),
             ),
+            hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
             steps: StepRing::new(config.depth as usize, layout.max_rows, max_filled),
@@ -186,8 +189,10 @@ impl Scheduler {
             });
         }
         let vocab_size = config.vocab_size;
-        // A negative id is huge as a u32.
-        if let Some(position) = prompt.iter().position(|&id| id as u32 >= vocab_size) {
+        // A negative id is huge as a u32. Without an early exit this is a vector loop.
+        let is_foreign = |id: i32| id as u32 >= vocab_size;
+        if prompt.iter().fold(false, |any, &id| any | is_foreign(id)) {
+            let position = prompt.iter().take_while(|&&id| !is_foreign(id)).count();
             return Err(Reject::TokenOutOfRange {
                 token: prompt[position],
                 position,
@@ -319,13 +324,13 @@ impl Scheduler {
         let State::Running(seat) = sequence.state else {
             unreachable!("only a running sequence is preempted");
         };
-        let (key, num_lost) = (sequence.key, sequence.num_planned);
-        self.pass.debt -= sequence.row.debt;
-        if sequence.row.count > 0 {
-            // It is a decode, whose row is withdrawn.
-            self.pass.num_left += sequence.row.count;
+        if sequence.decodes_in(self.pass.serial) {
+            sequence.withdraw();
+            self.pass.num_left += 1 + sequence.row.num_drafts;
             self.pass.has_withdrawn = true;
         }
+        let (key, num_lost) = (sequence.key, sequence.num_planned);
+        self.pass.debt -= sequence.row.debt;
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;
