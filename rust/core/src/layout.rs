@@ -165,7 +165,7 @@ impl StepLayout {
 /// A step buffer, cut at its sections; each has its whole capacity.
 #[derive(Debug)]
 pub(crate) struct Sections<'a> {
-    pub(crate) header: &'a mut [i32],
+    pub(crate) header: &'a mut [i32; header::LEN],
     pub(crate) lost: &'a mut [i32],
     pub(crate) gained: &'a mut [i32],
     pub(crate) gained_blocks: &'a mut [i32],
@@ -188,7 +188,9 @@ impl StepLayout {
             section
         };
         Sections {
-            header: cut_at(self.offset_lost),
+            header: cut_at(self.offset_lost)
+                .try_into()
+                .expect("the header comes first"),
             lost: cut_at(self.offset_gained),
             gained: cut_at(self.offset_gained_blocks),
             gained_blocks: cut_at(self.offset_table_changes),

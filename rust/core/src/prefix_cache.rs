@@ -34,6 +34,9 @@ impl ChainHasher {
 
     /// The hash of a prefix that goes on from `parent` (a salt, for the first block) by `tokens`.
     pub fn chain(&self, parent: BlockHash, tokens: &[i32]) -> BlockHash {
+        if let Ok(piece) = tokens.try_into() {
+            return self.hash(parent, piece);
+        }
         let (pieces, rest) = tokens.as_chunks();
         let hash = pieces
             .iter()

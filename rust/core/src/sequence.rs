@@ -39,7 +39,9 @@ pub(crate) struct Sequence {
     pub(crate) num_prompt: u32,
     /// Output tokens, at most.
     pub(crate) max_output: u32,
-    pub(crate) stop_ids: Box<[i32]>,
+    stop_ids: Box<[i32]>,
+    /// A bit for each stop id, by its low six bits: an id whose bit is 0 is none of them.
+    stop_filter: u64,
     pub(crate) salt: BlockHash,
     /// Of full blocks, as far as anyone has asked.
     hashes: Vec<BlockHash>,
@@ -112,6 +114,10 @@ impl Sequence {
             num_prompt: request.prompt_token_ids.len() as u32,
             max_output,
             stop_ids: request.stop_token_ids.into(),
+            stop_filter: request
+                .stop_token_ids
+                .iter()
+                .fold(0, |filter, &id| filter | stop_bit(id)),
             salt: request.cache_salt,
             hashes: Vec::new(),
             host_masked: request.host_masked,
@@ -257,7 +263,8 @@ impl Sequence {
 
     /// Whether `id`, the next of its tokens, is only appended.
     pub(crate) fn is_quiet(&self, id: i32) -> bool {
-        self.num_tokens() < self.quiet_until && !self.is_stop(id)
+        self.num_tokens() < self.quiet_until
+            && (self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id))
     }
 
     /// A token, or a chunk of the prompt, was committed; a block that it filled was offered to the prefix cache.
@@ -273,6 +280,8 @@ impl Sequence {
         };
     }
 
+    #[cold] // behind the filter, for the loop that appends
+    #[inline(never)]
     #[allow(
         clippy::manual_contains,
         reason = "`contains` sets up a vector loop; there are a few ids at most"
@@ -324,17 +333,24 @@ impl Sequence {
         self.hashes[column as usize]
     }
 
-    /// Hashes full blocks up to `last`, so that `block_hash` is a comparison and a load.
+    /// Hashes full blocks up to `last` that are not hashed yet, so that `block_hash` is a comparison and a load.
     #[inline(never)]
     pub(crate) fn hash_blocks(&mut self, last: u32, block_size: u32, hasher: &ChainHasher) {
         if self.hashes.capacity() == 0 {
             self.reserve_hashes(block_size);
         }
         let mut parent = self.hashes.last().copied().unwrap_or(self.salt);
-        for column in self.hashes.len() as u32..=last {
-            parent = hasher.chain(parent, self.block_tokens(column, block_size));
-            self.hashes.push(parent);
+        let block_size = block_size as usize;
+        let start = self.hashes.len() * block_size;
+        let end = (last as usize + 1) * block_size;
+        if end <= start {
+            return;
         }
+        let blocks = self.tokens[start..end].chunks_exact(block_size);
+        self.hashes.extend(blocks.map(|tokens| {
+            parent = hasher.chain(parent, tokens);
+            parent
+        }));
     }
 
     /// Gives up a residency: rows in flight that it planned no longer count for its KV.
@@ -350,4 +366,9 @@ impl Sequence {
         self.num_padding_owed = 0;
         self.row = PlannedRow::default();
     }
+}
+
+/// The bit of a sequence's stop filter that stands for `id`.
+fn stop_bit(id: i32) -> u64 {
+    1 << (id & 63)
 }

@@ -115,7 +115,7 @@ impl Scheduler {
             ids.len() as i64 - i64::from(tally.used) - i64::from(tally.of_ghosts);
         taken.record.device_us = device_us as i64;
         taken.record.committed_us = now_us as i64;
-        self.records.push(taken.record);
+        self.records.push(&taken.record);
         self.steps.recycle(taken);
         Ok(())
     }
@@ -147,21 +147,21 @@ impl Scheduler {
                 limit: step.rows[row].max_ids.into(),
             });
         }
-        let total = num_ids.iter().sum::<i32>() as usize;
+        let total = if are_one_each {
+            num_ids.len()
+        } else {
+            num_ids.iter().sum::<i32>() as usize
+        };
         if total != ids.len() {
             return Err(CommitError::Total {
                 given: ids.len(),
                 expected: total,
             });
         }
-        let vocab_size = self.config.vocab_size;
-        let is_foreign = |id: i32| id as u32 >= vocab_size;
-        // Without an early exit it is a vector loop.
-        if ids.iter().fold(false, |any, &id| any | is_foreign(id)) {
-            let token = ids.iter().copied().find(|&id| is_foreign(id));
+        if let Some(position) = self.config.first_foreign(ids) {
             return Err(CommitError::TokenOutOfRange {
-                token: token.expect("one was seen"),
-                vocab_size,
+                token: ids[position],
+                vocab_size: self.config.vocab_size,
             });
         }
         Ok(())

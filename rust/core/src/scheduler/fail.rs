@@ -40,7 +40,7 @@ impl Scheduler {
             }
             discarded.record.has_failed = 1;
             discarded.record.committed_us = now_us as i64;
-            self.records.push(discarded.record);
+            self.records.push(&discarded.record);
             self.steps.recycle(discarded);
         }
         if self.config.admission.is_static() {
@@ -82,7 +82,7 @@ impl Scheduler {
         for i in 0..self.residents.len() {
             let resident = *self.residents.get(i);
             let slot = resident.handle.slot();
-            if !resident.has_left && self.arena[slot].is_running() {
+            if !resident.has_left() && self.arena[slot].is_running() {
                 self.preempt(slot);
             }
         }

@@ -188,15 +188,11 @@ impl Scheduler {
                 limit: config.max_model_len - 1,
             });
         }
-        let vocab_size = config.vocab_size;
-        // A negative id is huge as a u32. Without an early exit this is a vector loop.
-        let is_foreign = |id: i32| id as u32 >= vocab_size;
-        if prompt.iter().fold(false, |any, &id| any | is_foreign(id)) {
-            let position = prompt.iter().take_while(|&&id| !is_foreign(id)).count();
+        if let Some(position) = config.first_foreign(prompt) {
             return Err(Reject::TokenOutOfRange {
                 token: prompt[position],
                 position,
-                vocab_size,
+                vocab_size: config.vocab_size,
             });
         }
         let room = config.max_model_len - prompt.len() as u32;
@@ -218,7 +214,7 @@ impl Scheduler {
     }
 
     /// Ends a request for a reason that was found outside; `false` if it had ended. Idempotent.
-    /// `num_output_tokens` is where its text ends, which may be before what was committed.
+    /// `num_output_tokens` is where its text ends, which may be before what was committed; more than that is cut to it.
     pub fn finish(
         &mut self,
         handle: Handle,
@@ -233,7 +229,8 @@ impl Scheduler {
         let Some(slot) = self.live(handle) else {
             return false;
         };
-        self.end(slot, reason, num_output_tokens);
+        let num_output = num_output_tokens.min(self.arena[slot].num_output());
+        self.end(slot, reason, num_output);
         true
     }
 
@@ -359,7 +356,7 @@ impl Scheduler {
     fn release_ghosts(&mut self) {
         for i in 0..self.residents.len() {
             let resident = *self.residents.get(i);
-            if resident.has_left {
+            if resident.has_left() {
                 continue;
             }
             let slot = resident.handle.slot();

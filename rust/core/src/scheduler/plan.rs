@@ -1,6 +1,5 @@
 //! `plan`: decodes first, then one walk over prefills, then the rows are written.
 
-use super::residents::Resident;
 use super::{Drafts, Planned, Scheduler};
 use crate::ids::Slot;
 use crate::policy::Admission;
@@ -74,22 +73,26 @@ impl Scheduler {
         if rows.len() < num_residents {
             rows.resize(num_residents, RowInFlight::NONE);
         }
+        let (row_seat, row_start) = self.layout.plain_columns(buffer);
         let (mut next, mut num_rows) = (0, 0);
         loop {
             if all_run {
-                let num_plain = self.plan_plain_rows(next, num_rows, &mut rows, buffer);
+                let num_plain = self.plan_plain_rows(
+                    next,
+                    &mut rows[num_rows..],
+                    &mut row_seat[num_rows..],
+                    &mut row_start[num_rows..],
+                );
                 next += num_plain;
                 num_rows += num_plain;
             }
             if next == num_residents {
                 break;
             }
-            let &Resident {
-                handle, has_left, ..
-            } = self.residents.get(next);
+            let resident = *self.residents.get(next);
             next += 1;
-            let slot = handle.slot();
-            if !has_left
+            let (handle, slot) = (resident.handle, resident.handle.slot());
+            if !resident.has_left()
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
@@ -103,29 +106,25 @@ impl Scheduler {
         self.pass.rows = rows;
     }
 
-    /// Writes the rows from `num_rows` on of the residents from `next` on, up to the first that is not a plain decode;
+    /// Writes rows, their seats and starts for the residents from `next` on, up to the first that is not a plain decode;
     /// returns how many. Most rows of most steps are written here, and need nothing else.
     #[inline(never)] // its registers are wanted by its loop
     fn plan_plain_rows(
         &mut self,
         next: usize,
-        num_rows: usize,
         rows: &mut [RowInFlight],
-        buffer: &mut [i32],
+        row_seat: &mut [i32],
+        row_start: &mut [i32],
     ) -> usize {
         let (arena, serial) = (&mut self.arena, self.pass.serial);
-        let (row_seat, row_start) = self.layout.plain_columns(buffer);
-        let columns = row_seat[num_rows..]
-            .iter_mut()
-            .zip(&mut row_start[num_rows..]);
-        let places = rows[num_rows..].iter_mut().zip(columns);
+        let places = rows.iter_mut().zip(row_seat.iter_mut().zip(row_start));
         let residents = self.residents.settled_from(next);
         let (mut num_plain, mut max_context) = (0, self.pass.max_context);
         for (resident, (row, (to_seat, to_start))) in residents.iter().zip(places) {
-            if resident.has_left {
+            // Who has left has no slot.
+            let Some(sequence) = arena.at_mut(resident.handle.slot()) else {
                 break;
-            }
-            let sequence = &mut arena[resident.handle.slot()];
+            };
             let Some(seat) = sequence.seat_if_plain() else {
                 break;
             };

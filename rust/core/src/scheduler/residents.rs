@@ -9,9 +9,14 @@ use crate::policy::Key;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resident {
     pub(crate) key: Key,
+    /// No one's once it gave up its seat.
     pub(crate) handle: Handle,
-    /// It gave up its seat; its slot may be another's by now.
-    pub(crate) has_left: bool,
+}
+
+impl Resident {
+    pub(crate) fn has_left(&self) -> bool {
+        self.handle == Handle::NONE
+    }
 }
 
 #[derive(Debug)]
@@ -41,33 +46,29 @@ impl Residents {
             self.newcomers.last().is_none_or(|last| last.key < key),
             "newcomers are seated in key order"
         );
-        self.newcomers.push(Resident {
-            key,
-            handle,
-            has_left: false,
-        });
+        self.newcomers.push(Resident { key, handle });
     }
 
     /// Marks that the resident with this key has left. O(log residents).
     pub(crate) fn note_departure(&mut self, key: Key) {
         if let Some(resident) = last_with(&mut self.order, key) {
-            resident.has_left = true;
+            resident.handle = Handle::NONE;
             self.num_left += 1;
         } else {
             let resident = last_with(&mut self.newcomers, key).expect("who leaves was a resident");
-            resident.has_left = true;
+            resident.handle = Handle::NONE;
             self.has_left_newcomers = true;
         }
     }
 
     /// Takes in who came.
     pub(crate) fn settle(&mut self) {
-        if self.num_left * 8 > self.order.len() {
-            self.order.retain(|resident| !resident.has_left);
+        if self.num_left * 16 > self.order.len() {
+            self.order.retain(|resident| !resident.has_left());
             self.num_left = 0;
         }
         if self.has_left_newcomers {
-            self.newcomers.retain(|resident| !resident.has_left);
+            self.newcomers.retain(|resident| !resident.has_left());
             self.has_left_newcomers = false;
         }
         let (mut old, mut new) = (self.order.len(), self.newcomers.len());
@@ -107,7 +108,7 @@ impl Residents {
 
     /// No settled resident's band is worse.
     pub(crate) fn worst_band(&self) -> Option<i32> {
-        let worst = self.order.iter().rfind(|resident| !resident.has_left);
+        let worst = self.order.iter().rfind(|resident| !resident.has_left());
         worst.map(|resident| resident.key.band)
     }
 
@@ -116,7 +117,7 @@ impl Residents {
         self.order
             .iter()
             .chain(&self.newcomers)
-            .filter(|resident| !resident.has_left)
+            .filter(|resident| !resident.has_left())
     }
 }
 
@@ -125,5 +126,5 @@ fn last_with(list: &mut [Resident], key: Key) -> Option<&mut Resident> {
     let end = list.partition_point(|resident| resident.key <= key);
     list[..end]
         .last_mut()
-        .filter(|last| last.key == key && !last.has_left)
+        .filter(|last| last.key == key && !last.has_left())
 }

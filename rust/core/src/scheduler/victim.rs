@@ -114,7 +114,7 @@ impl Scheduler {
             for i in 0..self.residents.len() {
                 let resident = *self.residents.get(i);
                 let slot = resident.handle.slot();
-                if resident.has_left {
+                if resident.has_left() {
                     continue;
                 }
                 let is_band_best = band.replace(resident.key.band) != Some(resident.key.band);

@@ -1,7 +1,7 @@
 //! The end of a plan: its rows are written to the step buffer, and remembered for their commit.
 
 use super::{Drafts, Scheduler};
-use crate::ids::{Seat, Slot, StepId};
+use crate::ids::{BlockId, Seat, Slot, StepId};
 use crate::layout::{CHANGE_WORDS, GAINED_WORDS, Sections, StepLayout, flags, header};
 use crate::record::StepRecord;
 use crate::sequence::{PlannedRow, Sequence};
@@ -119,6 +119,21 @@ impl<'a> Writer<'a> {
         self.to.listed_ids[at..][..ids.len()].copy_from_slice(ids);
         self.num_listed += ids.len();
         at
+    }
+
+    /// Tells the runner the blocks of a sequence that it does not know yet: `table` is all that `seat` holds.
+    fn send_table(
+        &mut self,
+        sequence: &mut Sequence,
+        seat: Seat,
+        table: &[BlockId],
+        block_size: u32,
+    ) {
+        for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
+            self.change(seat, column, block.0);
+        }
+        sequence.num_sent = table.len() as u32;
+        sequence.settle_plain(block_size);
     }
 
     fn change(&mut self, seat: Seat, column: usize, block: u32) {
@@ -299,7 +314,7 @@ impl Scheduler {
         if planned.num_drafts > 0 {
             writer.lengthen(row, planned.num_drafts);
         }
-        self.send_table(writer, slot);
+        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
     }
 
     fn write_prefill(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
@@ -325,7 +340,7 @@ impl Scheduler {
             max_ids,
             kind,
         });
-        self.send_table(writer, slot);
+        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
     }
 
     fn write_padding(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
@@ -346,18 +361,6 @@ impl Scheduler {
             max_ids: 0,
             kind: RowKind::Padding,
         });
-    }
-
-    /// Tells the runner the blocks of `slot` that it does not know yet.
-    fn send_table(&mut self, writer: &mut Writer<'_>, slot: Slot) {
-        let sequence = &mut self.arena[slot];
-        let seat = sequence.seat().expect("a row has a seat");
-        let table = self.kv.table(seat);
-        for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
-            writer.change(seat, column, block.0);
-        }
-        sequence.num_sent = table.len() as u32;
-        sequence.settle_plain(self.config.block_size);
     }
 }
 
