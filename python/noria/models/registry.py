@@ -48,7 +48,7 @@ def implementation(config: ModelConfig) -> str:
     """A clause that says what runs a model."""
     if config.is_foreign:
         return f"transformers' own {config.architecture}, over noria's paged attention"
-    return f"noria's own {ARCHITECTURES[config.architecture].title}"
+    return f"noria's own forward of {ARCHITECTURES[config.architecture].title}"
 
 
 def known_gguf_family(path: Path, name: str) -> Family:
