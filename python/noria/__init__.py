@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from noria.llm import LLM
     from noria.outputs import CompletionOutput, Events, RequestMetrics, RequestOutput
     from noria.sampling.params import SamplingParams
+    from noria.sampling.structured import StructuredOutputsParams
+    from noria.scores import Logprob
     from noria.stats import EngineStats
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "EngineDeadError",
     "EngineStats",
     "Events",
+    "Logprob",
     "MaxTokensError",
     "ModelError",
     "NeverFitsError",
@@ -57,6 +60,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "StructuredOutputsParams",
     "TokenOutOfRangeError",
     "TokenizerError",
     "__version__",
@@ -74,7 +78,9 @@ _LAZY = {
     "OutputStream": "noria.async_engine",
     "RequestMetrics": "noria.outputs",
     "RequestOutput": "noria.outputs",
+    "Logprob": "noria.scores",
     "SamplingParams": "noria.sampling.params",
+    "StructuredOutputsParams": "noria.sampling.structured",
     "__version__": "noria._core",
 }
 
