@@ -3,10 +3,10 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,21 @@ from noria.interrupts import HeldInterrupts
 from noria.models import Model
 from noria.outputs import EventCollector, Events, RequestOutput
 from noria.progress import ProgressBar
-from noria.prompts import Prompt, PromptInput, split_prompts, tokenize_prompts
+from noria.prompts import (
+    Prompt,
+    PromptInput,
+    chat_prompt,
+    split_conversations,
+    split_prompts,
+    tokenize_prompts,
+)
 from noria.requests import Submitted
-from noria.sampling.params import SamplingParams
+from noria.sampling.params import SamplingParams, default_params
 from noria.stats import EngineStats
 from noria.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from noria.text.chat_template import Message
 
 OnEvents = Callable[[Events, npt.NDArray[np.int64]], None]
 """Called after each turn with its events, and for each of them the index of its prompt."""
@@ -124,7 +134,7 @@ class LLM:
         Args:
             prompts: one or a list of them: a text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`.
-            sampling_params: for all, or one for each; None: the defaults.
+            sampling_params: for all, or one for each; None: `default_sampling_params`.
             priority: one for each; lower runs first under the `priority` policy.
             use_tqdm: whether a progress bar is shown, if standard error is a terminal and it takes
                 longer than a second.
@@ -151,6 +161,8 @@ class LLM:
                 else "generate is already running in another thread; one LLM answers one call at a time"
             )
         given = split_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
         params = _spread_params(sampling_params, len(given))
         if priority is not None and len(priority) != len(given):
             raise RejectedError(
@@ -182,6 +194,56 @@ class LLM:
             return outputs
         finally:
             self._generating_thread = None
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request is sampled with that brings no parameters: what the model's authors recommend."""
+        return default_params(self.model.config.default_sampling_params)
+
+    def chat(
+        self,
+        messages: "Sequence[Message] | Sequence[Sequence[Message]]",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers conversations, put through the model's chat template; else as `generate`.
+
+        Args:
+            messages: one conversation or a list of them: the turns so far, oldest first, each with `role` and
+                `content` (a text, or a list of text parts).
+            sampling_params: as for `generate`.
+            tools: JSON schemas of tools, if the template knows tools.
+            add_generation_prompt: ends the prompts with what opens the assistant's turn.
+            chat_template_kwargs: what else the template reads, by name.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            One `RequestOutput` a conversation, in their order.
+
+        Raises:
+            RejectedError: a conversation is bad; the text says which.
+            TokenizerError: the model has no chat template, or a bad one.
+        """
+        conversations = split_conversations(messages)
+        prompts: list[PromptInput] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompt, token_ids = chat_prompt(
+                    self.tokenizer,
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    variables=chat_template_kwargs,
+                )
+            except RejectedError as error:
+                message = f"prompt {index}: {error}"
+                raise RejectedError(message, value=error.value, limit=error.limit) from error
+            prompts.append({"prompt": prompt.text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -282,11 +344,9 @@ class LLM:
 
 
 def _spread_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams]:
     """One a prompt."""
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Sequence) or not all(
