@@ -95,7 +95,7 @@ class Assembly:
             max_model_len=config.max_model_len,
         )
         self.resolved_config = config.resolve(self.model.config, self.model.dtype, kv_memory_budget(where))
-        for note in self.resolved_config.notes:
+        for note in (f"model: run by {self.model.implementation}", *self.resolved_config.notes):
             print(note, file=sys.stderr)
         self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
         if self.tokenizer is not None:
