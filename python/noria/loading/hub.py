@@ -84,7 +84,7 @@ def fetch_model(name: HubName) -> Path:
     Raises:
         ModelError: the hub has no such model, or does not give it, or cannot be reached.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -100,7 +100,8 @@ def fetch_model(name: HubName) -> Path:
                 ignore_patterns=list(_UNWANTED),
             )
         )
-    except (OSError, ValueError) as error:  # what huggingface_hub raises is one of these
+    # Its own errors are of the first two kinds; what the line says may be its HTTP library's, which changed.
+    except (OSError, ValueError, vars(errors)["HTTPError"]) as error:
         raise ModelError(_reason(name, error)) from None
     if not (folder / "config.json").exists():
         raise ModelError(f"model {_shown(name)!r} on the hub has no config.json{_gguf_files(name)}")
