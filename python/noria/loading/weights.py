@@ -1,6 +1,7 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -111,7 +112,7 @@ class TorchWeights:
 
     def _stacked(
         self,
-        parts: list[tuple[str, tuple[int, ...]]],
+        parts: Sequence[tuple[str, tuple[int, ...]]],
         *,
         dtype: torch.dtype | None = None,
         is_packed: bool = False,
