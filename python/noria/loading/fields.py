@@ -81,15 +81,14 @@ class JsonFields:
         if value is None and default is not None:
             return default
         expected = "a number above 0" if least is None else f"a number of at least {least:g}"
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.error(key, expected)
+        if not (value > 0 if least is None else least <= value) or value == math.inf:
             raise self.error(key, expected)
         try:
-            number = float(value)
+            return float(value)
         except OverflowError:
             raise self.error(key, "a number that a double can hold") from None
-        if least is not None and number < least:
-            raise self.error(key, expected)
-        return number
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""

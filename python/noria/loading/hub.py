@@ -32,6 +32,7 @@ _WANTED = (
 _UNWANTED = ("*/*", "consolidated*")
 """Folders of other formats, and Mistral's own format beside the common one."""
 _MAX_NAMED = 5
+_MAX_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,14 @@ def local_model(text: str) -> Path:
     Raises:
         ModelError: it is neither a path nor a hub's name, or the hub does not give it.
     """
-    path = Path(text).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError):  # a name too long for a file; the home of a user who is not there
+        raise ModelError(f"model {text[:_MAX_SHOWN]!r} does not exist") from None
+    if is_folder or (is_file and path.suffix.lower() == ".gguf"):
         return path
-    if path.is_file():
+    if is_file:
         raise ModelError(
             f"model {text!r} is a file that does not end in .gguf; give that, or a model's folder"
         )
