@@ -25,9 +25,7 @@ def chat_body(
         {
             "index": answer.index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": None
-            if answer.logprobs is None
-            else {"content": _chat_logprobs(answer, num_top_logprobs or 0)},
+            "logprobs": _chat_logprobs(answer, num_top_logprobs or 0),
             "finish_reason": answer.finish_reason,
         }
         for answer in output.outputs
