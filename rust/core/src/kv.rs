@@ -17,6 +17,8 @@ pub struct Kv {
     /// `[num_seats, num_columns]`.
     tables: Box<[BlockId]>,
     lens: Box<[u32]>,
+    /// Entries of all tables.
+    num_entries: u32,
     num_columns: usize,
 }
 
@@ -28,6 +30,7 @@ impl Kv {
             cache: PrefixCache::new(num_blocks, block_size),
             tables: vec![BlockId(0); num_seats as usize * num_columns as usize].into_boxed_slice(),
             lens: vec![0; num_seats as usize].into_boxed_slice(),
+            num_entries: 0,
             num_columns: num_columns as usize,
         }
     }
@@ -52,6 +55,11 @@ impl Kv {
         self.lens[seat.index()]
     }
 
+    /// Entries of all tables; a block that several hold counts for each.
+    pub(crate) fn num_entries(&self) -> u32 {
+        self.num_entries
+    }
+
     /// Whether `seat` holds none.
     pub fn is_empty(&self, seat: Seat) -> bool {
         self.len(seat) == 0
@@ -66,6 +74,7 @@ impl Kv {
         let len = &mut self.lens[seat.index()];
         self.tables[seat.index() * self.num_columns + *len as usize] = block;
         *len += 1;
+        self.num_entries += 1;
     }
 
     /// Gives `seat` new blocks until it holds `num_blocks`; `None`, and no change, where there are too few.
@@ -98,6 +107,7 @@ impl Kv {
             let block = self.tables[start + column];
             self.pool.release(block, self.cache.is_registered(block));
         }
+        self.num_entries -= self.len(seat);
         self.lens[seat.index()] = 0;
     }
 

@@ -92,6 +92,9 @@ impl Scheduler {
         }
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
+        if self.is_fair() {
+            self.charge_outputs(&taken.rows, num_ids);
+        }
         let (mut rest, mut tally) = (ids, Tally::default());
         for (row, &count) in taken.rows.iter().zip(num_ids) {
             let (ids, behind) = rest.split_at(count as usize);

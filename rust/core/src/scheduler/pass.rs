@@ -6,6 +6,9 @@ use crate::ids::{BlockId, Handle, Slot};
 use crate::layout::StepLayout;
 use crate::policy::VictimOrder;
 
+/// Waiting requests that a plan tries in vain, at most.
+pub(crate) const MAX_BLOCKED: usize = 8;
+
 #[derive(Debug)]
 pub(crate) struct Pass {
     /// Counts plans.
@@ -32,6 +35,8 @@ pub(crate) struct Pass {
     pub(crate) debt: u32,
     pub(crate) num_partial: u32,
     pub(crate) num_gained_blocks: usize,
+    /// Waiting requests that did not fit, and that others of their band may pass.
+    pub(crate) blocked: Vec<Slot>,
     /// Table changes that hits of residents made.
     pub(crate) num_hit_changes: usize,
     /// Residents as victims, once anyone asked; from `next_victim` on some may still be.
@@ -60,6 +65,7 @@ impl Pass {
             debt: 0,
             num_partial: 0,
             num_gained_blocks: 0,
+            blocked: Vec::with_capacity(MAX_BLOCKED),
             num_hit_changes: 0,
             victims: None,
             victim_list: Vec::with_capacity(seats),
@@ -80,6 +86,7 @@ impl Pass {
         self.debt = 0;
         self.num_partial = 0;
         self.num_gained_blocks = 0;
+        self.blocked.clear();
         self.num_hit_changes = 0;
         self.victims = None;
         self.best = None;
