@@ -5,15 +5,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from noria import _core
+from noria.answers import Answer, AnswerWriter, refused_output
 from noria.config import EngineConfig, model_path, torch_device
 from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, NoriaError, RejectedError
@@ -21,51 +22,26 @@ from noria.interrupts import HeldInterrupts
 from noria.kv_cache import KvCache
 from noria.memory import kv_memory_budget
 from noria.models import Model, load_model
-from noria.outputs import (
-    FINISH_REASONS,
-    CompletionOutput,
-    EventCollector,
-    Events,
-    FinishedRequest,
-    RequestMetrics,
-    RequestOutput,
-)
+from noria.outputs import EventCollector, Events, FinishedRequest, RequestOutput
 from noria.progress import ProgressBar
 from noria.prompts import Prompt, PromptInput, split_prompts, tokenize_prompts
-from noria.runner.base import SeatInit
+from noria.requests import Submitted, child_seed, plan_request, request_seed
 from noria.runner.torch_runner import TorchExecutor
 from noria.sampling.params import SamplingParams
 from noria.stats import EngineStats
 from noria.text.tokenizer import Tokenizer, load_tokenizer
+from noria.watch import AnswerWatch
+
+if TYPE_CHECKING:
+    from noria.sampling.grammar import GrammarEngine
 
 OnEvents = Callable[[Events, npt.NDArray[np.int64]], None]
 """Called after each turn with its events, and for each of them the index of its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A request on its way.
-
-    Attributes:
-        request_id: its name.
-        handle: the engine's.
-        prompt: as given.
-        token_ids: of the prompt.
-        params: its own.
-        arrival_us: when it was submitted.
-    """
-
-    request_id: str
-    handle: int
-    prompt: Prompt
-    token_ids: list[int]
-    params: SamplingParams
-    arrival_us: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Refused:
-    """A request that was not submitted, and why."""
+    """A prompt that was not submitted, and why."""
 
     request_id: str
     prompt: Prompt
@@ -151,9 +127,13 @@ class LLM:
         )
         for note in self.resolved_config.notes:
             print(note, file=sys.stderr)
-        self._eos_token_ids = set(self.model.config.eos_token_ids)
+        self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
         if self.tokenizer is not None:
-            self._eos_token_ids.update(self.tokenizer.eos_token_ids)
+            self._eos_token_ids |= set(self.tokenizer.eos_token_ids)
+        self._writer = AnswerWriter(self.tokenizer, self._eos_token_ids)
+        self._watch = AnswerWatch(
+            partial(_grammar_engine, self.tokenizer, self.model.config.vocab_size, self._eos_token_ids)
+        )
         self._num_requests = 0
         self._generating_thread: int | None = None
         self.engine: Engine = self._start_engine(where)
@@ -167,7 +147,8 @@ class LLM:
             self.model.dtype,
             device,
         )
-        return start_engine(core, TorchExecutor(self.model, kv, core.layout), depth=self.config.depth)
+        executor = TorchExecutor(self.model, kv, core.layout)
+        return start_engine(core, executor, depth=self.config.depth, mask_provider=self._watch.masks)
 
     # ---- what a caller asks
 
@@ -224,15 +205,23 @@ class LLM:
             )
         self._generating_thread = threading.get_ident()
         try:
-            requests = self._submit_all(given, params, priority, on_error)
-            submitted = [request for request in requests if isinstance(request, _Submitted)]
-            finished = iter(self._run(requests, submitted, use_tqdm, on_events))
-            started_ns = time.perf_counter_ns()
-            outputs = [
-                _refused_output(request)
-                if isinstance(request, _Refused)
-                else self._output(request, next(finished))
+            prompts_submitted = self._submit_all(given, params, priority, on_error)
+            submitted = [
+                request
+                for requests in prompts_submitted
+                if isinstance(requests, list)
                 for request in requests
+            ]
+            collector = self._run(submitted, use_tqdm, on_events)
+            started_ns = time.perf_counter_ns()
+            finished = iter(collector.finished())
+            outputs = [
+                refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
+                if isinstance(requests, _Refused)
+                else self._writer.output(
+                    [self._answer(request, next(finished)) for request in requests], collector.scores
+                )
+                for requests in prompts_submitted
             ]
             self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
             return outputs
@@ -245,6 +234,7 @@ class LLM:
 
     def close(self) -> None:
         """Stops the engine. Idempotent."""
+        self._watch.close()
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -266,9 +256,9 @@ class LLM:
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
         on_error: str,
-    ) -> list[_Submitted | _Refused]:
+    ) -> list[list[Submitted] | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
-        requests: list[_Submitted | _Refused] = []
+        requests: list[list[Submitted] | _Refused] = []
         started_ns = time.perf_counter_ns()
         tokenized = tokenize_prompts(given, self.tokenizer)
         self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
@@ -276,68 +266,105 @@ class LLM:
             for index, (prompt, token_ids) in enumerate(tokenized):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
+                children: list[Submitted] = []
                 try:
                     if isinstance(token_ids, RejectedError):
                         raise token_ids
                     rank = 0 if priority is None else _checked_priority(priority[index])
-                    requests.append(self._submit(request_id, prompt, token_ids, params[index], rank))
+                    self._submit(children, request_id, index, prompt, token_ids, params[index], rank)
+                    requests.append(children)
                 except RejectedError as error:
+                    self._abandon(children, waits=False)
                     ids = [] if isinstance(token_ids, RejectedError) else token_ids
                     if on_error == "return":
                         requests.append(_Refused(request_id, prompt, ids, error))
                         continue
                     message = f"prompt {index}: {error}"
                     raise type(error)(message, value=error.value, limit=error.limit) from error
+                except BaseException:
+                    requests.append(children)
+                    raise
         except BaseException:
             # Whatever it was (Ctrl-C too): those before it must not run with the next call's.
-            self._abandon(requests)
+            self._abandon(
+                [child for children in requests if isinstance(children, list) for child in children]
+            )
             raise
         return requests
 
     def _submit(
-        self, request_id: str, prompt: Prompt, token_ids: list[int], params: SamplingParams, priority: int
-    ) -> _Submitted:
-        seed = params.seed
-        if seed is None:
-            seed = _request_seed(self.config.seed, int(request_id))
-        stop_token_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
+        self,
+        children: list[Submitted],
+        request_id: str,
+        prompt_index: int,
+        prompt: Prompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int,
+    ) -> None:
+        """Submits a prompt once for each of its answers; adds them to `children` one by one."""
+        plan = plan_request(
+            params,
+            token_ids,
+            tokenizer=self.tokenizer,
+            eos_token_ids=sorted(self._eos_token_ids),
+            vocab_size=self.model.config.vocab_size,
+        )
+        seed = request_seed(self.config.seed, int(request_id)) if params.seed is None else params.seed
         # The core cuts it to what the prompt leaves.
         max_tokens = self.resolved_config.max_model_len
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, params.max_tokens)
-        arrival_us = time.perf_counter_ns() // 1000
-        handle = self.engine.submit(
-            token_ids,
-            SeatInit(params, seed, len(token_ids)),
-            max_tokens,
-            stop_token_ids=sorted(stop_token_ids),
-            priority=priority,
-        )
-        return _Submitted(request_id, handle, prompt, token_ids, params, arrival_us)
+        for index in range(params.n):
+            arrival_us = time.perf_counter_ns() // 1000
+            handle = self.engine.submit(
+                token_ids,
+                plan.seat_init(child_seed(seed, index), len(token_ids)),
+                max_tokens,
+                stop_token_ids=plan.stop_token_ids,
+                priority=priority,
+                parked=plan.grammar is not None,
+                host_masked=params.edits_on_host,
+                reads_prefix_cache=params.prompt_logprobs is None,
+            )
+            children.append(
+                Submitted(
+                    request_id,
+                    prompt_index,
+                    index,
+                    handle,
+                    prompt,
+                    token_ids,
+                    params,
+                    plan.stop_token_ids,
+                    arrival_us,
+                )
+            )
+            watched = plan.watched(self.tokenizer)
+            if watched is not None:
+                self._watch.add(handle, watched)
 
     # ---- through
 
     def _run(
-        self,
-        requests: Sequence[_Submitted | _Refused],
-        submitted: Sequence[_Submitted],
-        use_tqdm: bool,
-        on_events: OnEvents | None,
-    ) -> list[FinishedRequest]:
+        self, submitted: Sequence[Submitted], use_tqdm: bool, on_events: OnEvents | None
+    ) -> EventCollector:
         """Turns the engine until all have finished and nothing is in flight."""
         collector = EventCollector([request.handle for request in submitted])
-        prompt_indices = np.array(
-            [index for index, request in enumerate(requests) if isinstance(request, _Submitted)] + [-1]
-        )
+        prompt_indices = np.array([*(request.prompt_index for request in submitted), -1])
         with HeldInterrupts() as interrupts, ProgressBar(len(submitted), is_shown=use_tqdm) as progress:
             try:
                 while collector.num_finished < len(submitted) or self.engine.has_work:
                     interrupts.raise_pending()
+                    self._watch.unpark_compiled(self.engine)
                     events = self.engine.turn(while_waiting=interrupts.raise_second)
                     if events is None:
-                        raise NoriaError(f"{len(submitted) - collector.num_finished} requests never finished")
+                        if not self._watch.is_compiling:
+                            num_left = len(submitted) - collector.num_finished
+                            raise NoriaError(f"{num_left} requests never finished")
+                        self._watch.unpark_compiled(self.engine, timeout_s=1.0)
+                        continue
+                    self._watch.see(events, self.engine)
                     indices = collector.add(events)
                     progress.update(collector.num_finished, collector.num_tokens)
                     if on_events is not None:
@@ -346,67 +373,24 @@ class LLM:
                 # After a second Ctrl-C the step in flight is not waited for: the next call's first turn does.
                 self._abandon(submitted, waits=not interrupts.has_second)
                 raise
-        return collector.finished()
+        return collector
 
-    def _abandon(self, requests: Sequence[_Submitted | _Refused], *, waits: bool = True) -> None:
+    def _abandon(self, requests: Sequence[Submitted], *, waits: bool = True) -> None:
         """Aborts what was submitted, and lets what is in flight end if it `waits`."""
+        for request in requests:
+            self._watch.take(request.handle)
         if not self.engine.is_usable:
             return
         for request in requests:
-            if isinstance(request, _Submitted):
-                self.engine.abort(request.handle)
+            self.engine.abort(request.handle)
         while waits and self.engine.has_work:
             self.engine.turn()
 
     # ---- out
 
-    def _output(self, request: _Submitted, finished: FinishedRequest) -> RequestOutput:
-        token_ids: list[int] = finished.token_ids.tolist()
-        has_stopped = finished.reason == _core.STOP and bool(token_ids)
-        text = ""
-        if self.tokenizer is not None and request.params.detokenize:
-            # The token that stopped it is no part of the answer's text.
-            shown = token_ids[:-1] if has_stopped else token_ids
-            text = self.tokenizer.decode(
-                shown, skip_special_tokens=request.params.skip_special_tokens, after_prompt=True
-            )
-        is_asked = has_stopped and (request.params.ignore_eos or token_ids[-1] not in self._eos_token_ids)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=token_ids,
-            finish_reason=FINISH_REASONS[finished.reason],
-            stop_reason=token_ids[-1] if is_asked else None,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt.text,
-            prompt_token_ids=request.token_ids,
-            outputs=[completion],
-            finished=True,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_us / 1e6,
-                first_scheduled_time=_seconds(finished.first_scheduled_us),
-                first_token_time=_seconds(finished.first_token_us),
-                finished_time=_seconds(finished.finished_us),
-                num_preemptions=finished.num_preemptions,
-                num_cached_tokens=finished.num_cached_tokens,
-            ),
-            error=self.engine.take_cause(request.handle),
-        )
-
-
-def _refused_output(request: _Refused) -> RequestOutput:
-    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", stop_reason=None)
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt.text,
-        prompt_token_ids=request.token_ids,
-        outputs=[completion],
-        finished=True,
-        metrics=None,
-        error=str(request.error),
-    )
+    def _answer(self, request: Submitted, finished: FinishedRequest) -> Answer:
+        watched = self._watch.take(request.handle)
+        return Answer(request, finished, watched, self.engine.take_cause(request.handle))
 
 
 def _spread_params(
@@ -445,13 +429,10 @@ def _checked_priority(priority: object) -> int:
     return priority
 
 
-def _request_seed(seed: int, number: int) -> int:
-    """A seed for the engine's request `number`: splitmix64 of both; 0 to 2**63 − 1."""
-    x = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-    return (x ^ x >> 31) >> 1
+def _grammar_engine(
+    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
+) -> "GrammarEngine":
+    from noria.sampling.grammar import GrammarEngine  # only who asks for a grammar needs it
 
-
-def _seconds(time_us: int | None) -> float | None:
-    return None if time_us is None else time_us / 1e6
+    assert tokenizer is not None  # `plan_request` refuses a grammar without one
+    return GrammarEngine(tokenizer, vocab_size, sorted(eos_token_ids))

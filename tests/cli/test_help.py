@@ -9,6 +9,7 @@ from noria.cli.app import build_app
 from noria.cli.overview import SUMMARIES
 
 COMMANDS = [
+    ("chat",),
     ("generate",),
     ("demo",),
     ("env",),

@@ -1,5 +1,6 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -8,6 +9,7 @@ import torch
 from noria.backends.ops import Rope
 from noria.backends.torch.linear import Linear, LinearKernel
 from noria.errors import ModelError
+from noria.loading.progress import LoadingBar
 from noria.models.config import ModelConfig, RopeConfig
 from noria.models.rope import inverse_frequencies, rotation_scale
 
@@ -42,6 +44,7 @@ class TorchWeights:
         device: torch.device,
         kernel: LinearKernel,
         max_model_len: int,
+        bar: LoadingBar,
     ) -> None:
         self._source = source
         self._config = config
@@ -49,6 +52,7 @@ class TorchWeights:
         self._device = device
         self._kernel = kernel
         self._max_model_len = max_model_len
+        self._bar = bar
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
@@ -121,5 +125,6 @@ class TorchWeights:
         for name, shape in parts:
             self._source.copy_into(name, stacked[first : first + shape[0]])
             self._used.add(name)
+            self._bar.advance(math.prod(shape))
             first += shape[0]
         return stacked

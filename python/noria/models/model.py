@@ -1,5 +1,6 @@
 """A loaded model, and loading it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ import torch
 from noria.backends.attention import Attention
 from noria.backends.ops import StepInputs
 from noria.backends.torch.attention import SdpaAttention
-from noria.backends.torch.linear import chosen_kernel
+from noria.backends.torch.linear import LinearKernel, chosen_kernel
 from noria.backends.torch.ops import TorchOps
 from noria.errors import ConfigError
 from noria.kv_cache import KvCache
@@ -18,7 +19,8 @@ from noria.loading.dtype import chosen_dtype
 from noria.loading.gguf import GgufWeights, read_gguf_config
 from noria.loading.gguf_file import GgufFile
 from noria.loading.hf import HfWeights, read_hf_config
-from noria.loading.weights import TorchWeights
+from noria.loading.progress import LoadingBar
+from noria.loading.weights import TorchWeights, WeightSource
 from noria.models.config import ModelConfig
 from noria.models.family import Network
 from noria.models.registry import ARCHITECTURES
@@ -86,15 +88,13 @@ def load_model(
         config = read_gguf_config(file)
         length = _length(max_model_len, config)
         with GgufWeights(file, config) as source:
-            weights = TorchWeights(source, config, torch_dtype, device, kernel, length)
-            network = _build(config, weights)
+            network = _network(config, source, torch_dtype, device, kernel, length)
     else:
         config = read_hf_config(path)
         length = _length(max_model_len, config)
         family = ARCHITECTURES[config.architecture]
         with HfWeights(path, family.hf_prefixes, family.hf_ignored) as tensors:
-            weights = TorchWeights(tensors, config, torch_dtype, device, kernel, length)
-            network = _build(config, weights)
+            network = _network(config, tensors, torch_dtype, device, kernel, length)
     return Model(config, torch_dtype, reason, device, kernel.reason, length, network, SdpaAttention())
 
 
@@ -109,7 +109,17 @@ def _length(max_model_len: int | None, config: ModelConfig) -> int:
     return limit if max_model_len is None else max_model_len
 
 
-def _build(config: ModelConfig, weights: TorchWeights) -> Network:
-    network = ARCHITECTURES[config.architecture].network(config, weights)
+def _network(
+    config: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: LinearKernel,
+    max_model_len: int,
+) -> Network:
+    num_elements = sum(math.prod(source.shape(name) or ()) for name in source.names())
+    with LoadingBar(num_elements) as bar:
+        weights = TorchWeights(source, config, dtype, device, kernel, max_model_len, bar)
+        network = ARCHITECTURES[config.architecture].network(config, weights)
     weights.check_all_used()
     return network

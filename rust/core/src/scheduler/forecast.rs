@@ -235,7 +235,7 @@ impl Scheduler {
         self.forecast.members.clear();
         for i in 0..self.residents.len() {
             let resident = *self.residents.get(i);
-            if !resident.has_left {
+            if !resident.has_left() {
                 self.foresee(resident.handle.slot());
             }
         }
