@@ -28,6 +28,7 @@ from noria.errors import (
 if TYPE_CHECKING:
     from noria.config import EngineConfig
     from noria.engine import EngineDeadError
+    from noria.hints import SchedulingHints
     from noria.llm import LLM
     from noria.outputs import CompletionOutput, Events, RequestMetrics, RequestOutput
     from noria.sampling.params import SamplingParams
@@ -54,6 +55,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "SchedulingHints",
     "TokenOutOfRangeError",
     "TokenizerError",
     "__version__",
@@ -70,6 +72,7 @@ _LAZY = {
     "RequestMetrics": "noria.outputs",
     "RequestOutput": "noria.outputs",
     "SamplingParams": "noria.sampling.params",
+    "SchedulingHints": "noria.hints",
     "__version__": "noria._core",
 }
 

@@ -18,6 +18,7 @@ from noria.answers import Answer, AnswerWriter, refused_output
 from noria.config import EngineConfig, model_path, torch_device
 from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, NoriaError, RejectedError
+from noria.hints import SchedulingHints, spread_hints
 from noria.interrupts import HeldInterrupts
 from noria.kv_cache import KvCache
 from noria.memory import kv_memory_budget
@@ -78,6 +79,14 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        admission: str = "peak",
+        max_queued_requests: int = 2**20,
+        max_queued_tokens: int = 2**40,
+        ageing_steps: int = 1024,
+        max_bypasses: int = 64,
+        max_preemptions: int = 4,
+        fair_input_weight: int = 1,
+        fair_output_weight: int = 2,
         batching: str = "continuous",
         depth: int = 2,
         max_partial_prefills: int = 1,
@@ -98,6 +107,14 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
+            admission=admission,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            ageing_steps=ageing_steps,
+            max_bypasses=max_bypasses,
+            max_preemptions=max_preemptions,
+            fair_input_weight=fair_input_weight,
+            fair_output_weight=fair_output_weight,
             batching=batching,
             depth=depth,
             max_partial_prefills=max_partial_prefills,
@@ -158,6 +175,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        hints: SchedulingHints | Sequence[SchedulingHints] | None = None,
         use_tqdm: bool = True,
         on_events: OnEvents | None = None,
         on_error: Literal["raise", "return"] = "raise",
@@ -170,7 +188,9 @@ class LLM:
             prompts: one or a list of them: a text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`.
             sampling_params: for all, or one for each; None: the defaults.
-            priority: one for each; lower runs first under the `priority` policy.
+            priority: one for each; lower runs first, but under `fcfs`.
+            hints: for all, or one for each: whose they are, how long their answers may get, when they
+                are due.
             use_tqdm: whether a progress bar is shown, if standard error is a terminal and it takes
                 longer than a second.
             on_events: called after each turn of the engine with its events, and for each event the
@@ -203,9 +223,10 @@ class LLM:
                 value=len(priority),
                 limit=len(given),
             )
+        told = spread_hints(hints, len(given))
         self._generating_thread = threading.get_ident()
         try:
-            prompts_submitted = self._submit_all(given, params, priority, on_error)
+            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
             submitted = [
                 request
                 for requests in prompts_submitted
@@ -255,6 +276,7 @@ class LLM:
         given: Sequence[object],
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
+        hints: Sequence[SchedulingHints],
         on_error: str,
     ) -> list[list[Submitted] | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
@@ -271,7 +293,9 @@ class LLM:
                     if isinstance(token_ids, RejectedError):
                         raise token_ids
                     rank = 0 if priority is None else _checked_priority(priority[index])
-                    self._submit(children, request_id, index, prompt, token_ids, params[index], rank)
+                    self._submit(
+                        children, request_id, index, prompt, token_ids, params[index], rank, hints[index]
+                    )
                     requests.append(children)
                 except RejectedError as error:
                     self._abandon(children, waits=False)
@@ -301,6 +325,7 @@ class LLM:
         token_ids: list[int],
         params: SamplingParams,
         priority: int,
+        hints: SchedulingHints,
     ) -> None:
         """Submits a prompt once for each of its answers; adds them to `children` one by one."""
         plan = plan_request(
@@ -323,6 +348,7 @@ class LLM:
                 max_tokens,
                 stop_token_ids=plan.stop_token_ids,
                 priority=priority,
+                hints=hints,
                 parked=plan.grammar is not None,
                 host_masked=params.edits_on_host,
                 reads_prefix_cache=params.prompt_logprobs is None,

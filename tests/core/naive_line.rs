@@ -85,7 +85,7 @@ impl Naive {
         self.config.key == KeyPolicy::Fair
     }
 
-    fn band(&self, handle: u64) -> i64 {
+    pub(super) fn band(&self, handle: u64) -> i64 {
         match self.config.key {
             KeyPolicy::Fcfs => 0,
             _ => self.sequence(handle).ask.priority.into(),
@@ -294,6 +294,13 @@ impl Naive {
         None
     }
 
+    /// One preempted so often that it runs again only in the tier of the aged.
+    pub(super) fn is_worn(&self, handle: u64) -> bool {
+        let sequence = self.sequence(handle);
+        let max = self.config.max_preemptions;
+        max > 0 && sequence.num_recent_preemptions >= max && sequence.promotion.is_none()
+    }
+
     fn waits_outside_tier(&self, handle: u64) -> bool {
         self.sequences.get(&handle).is_some_and(|sequence| {
             sequence.state == State::Waiting && sequence.promotion.is_none()
@@ -322,7 +329,11 @@ impl Naive {
         let num_blocks = self.blocks_for(num_tokens).max(sequence.table.len() as u32);
         Member {
             handle,
-            band: self.key(handle).0,
+            band: if sequence.state == State::Running {
+                sequence.key.0
+            } else {
+                self.band(handle)
+            },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
             num_own: num_blocks - num_found,
@@ -407,7 +418,7 @@ impl Naive {
         if self.config.admission != Admission::Peak {
             return true;
         }
-        let band = self.key(handle).0;
+        let band = self.band(handle);
         let mut members = self.members();
         members.retain(|member| member.band <= band);
         if members.is_empty() {
@@ -432,7 +443,8 @@ impl Naive {
     /// Before `handle` takes its seat.
     pub(super) fn note_entry(&mut self, handle: u64, hits: u32) {
         if self.config.admission == Admission::Peak {
-            let member = self.newcomer(handle, hits);
+            let mut member = self.newcomer(handle, hits);
+            member.band = self.key(handle).0;
             if let Some(members) = &mut self.plan.members {
                 members.push(member);
             }

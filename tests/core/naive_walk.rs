@@ -69,7 +69,8 @@ impl Naive {
         let order = |handle: u64| {
             let sequence = self.sequence(handle);
             let most = sequence.ask.prompt.len() as u32 + sequence.max_output - 1;
-            let ends_in_place = sequence.table.len() as u32 >= self.blocks_for(most);
+            let ends_soon = most - sequence.planned <= self.config.block_size
+                || sequence.table.len() as u32 >= self.blocks_for(most);
             let num_recomputed = self
                 .num_exclusive(handle)
                 .min(self.blocks_for(sequence.planned));
@@ -77,7 +78,7 @@ impl Naive {
             (
                 Reverse(key.0),
                 is_band_best(handle),
-                ends_in_place,
+                ends_soon,
                 num_recomputed,
                 Reverse(key),
             )
@@ -272,6 +273,9 @@ impl Naive {
 
     /// `false` closes the line behind.
     fn try_entry(&mut self, handle: u64, num_behind: usize) -> bool {
+        if self.is_worn(handle) {
+            return true;
+        }
         match self.admit(handle, num_behind) {
             Entry::Closed => return false,
             Entry::Blocked => self.plan.blocked.push(handle),
@@ -348,7 +352,7 @@ impl Naive {
                 self.config.watermark_blocks
             }
         };
-        let band = self.key(handle).0;
+        let band = self.band(handle);
         if has_seat && num_new + debt + watermark(num_running) <= num_available {
             match self.outlook(handle, num_hits, num_new, debt, num_available) {
                 Outlook::Fits => return Ok(()),

@@ -152,8 +152,8 @@ pub(crate) struct VictimOrder {
     pub(crate) band: core::cmp::Reverse<i64>,
     /// A band's best key goes last of it.
     pub(crate) is_band_best: bool,
-    /// One that can end in the blocks that it holds goes last.
-    pub(crate) ends_in_place: bool,
+    /// One that can end in the blocks that it holds, or has no more than a block's tokens to go, goes last.
+    pub(crate) ends_soon: bool,
     /// The least to recompute first.
     pub(crate) num_recomputed: u32,
     /// The worst key first.

@@ -17,6 +17,8 @@ enum Entry {
     Taken,
     /// Its blocks are not there: others of its band may pass it.
     Blocked,
+    /// It waits for the tier of the aged, and not in line.
+    Passed,
     /// Nobody behind it may enter in this plan.
     Closed,
 }
@@ -96,6 +98,7 @@ impl Scheduler {
     fn line_stays_open(&mut self, turn: &Turn, entry: Entry) -> bool {
         match entry {
             Entry::Closed => return false,
+            Entry::Passed => return true,
             Entry::Taken => {
                 for i in 0..self.pass.blocked.len() {
                     let slot = self.pass.blocked[i];
@@ -351,6 +354,9 @@ impl Scheduler {
     /// Admits or resumes the request at `turn`, all or nothing.
     fn try_admit(&mut self, turn: &Turn, num_residents_behind: usize) -> Entry {
         let slot = turn.slot;
+        if self.is_worn(slot) && self.quarantine.active().is_none() {
+            return Entry::Passed;
+        }
         let sequence = &self.arena[slot];
         // Its tokens still in flight belong to its prompt now.
         if sequence.num_rows_in_flight > 0 || sequence.preempted_in == self.pass.serial {

@@ -1,5 +1,6 @@
-//! The tier of the aged: a request that has waited too long, or was preempted too often, goes before all bands until it has
-//! made some progress. The tier is a quarter of the seats, so that it never replaces the order that was asked for.
+//! The tier of the aged: a request that has waited too long, or was preempted too often, is first in line, before all bands,
+//! and then keeps its seat until it has made some progress. It displaces nobody whom its own band would not. The tier is a
+//! quarter of the seats, so that it never replaces the order that was asked for.
 //!
 //! Costs: O(tier) a plan, O(1) a wait that begins.
 
@@ -42,15 +43,20 @@ impl Scheduler {
 
     /// A preemption, but not by a failure, is one that wears.
     pub(super) fn note_wear(&mut self, slot: Slot) {
-        let standing = &mut self.arena[slot].standing;
-        standing.num_recent_preemptions += 1;
-        let is_worn = self.config.max_preemptions > 0
-            && standing.num_recent_preemptions >= self.config.max_preemptions
-            && standing.promotion.is_none();
-        if is_worn && !self.config.admission.is_static() {
+        self.arena[slot].standing.num_recent_preemptions += 1;
+        if self.is_worn(slot) {
             let handle = self.arena.handle(slot);
             self.ageing.worn.push_back(handle);
         }
+    }
+
+    /// Whether `slot` was preempted so often that it runs again only in the tier.
+    pub(super) fn is_worn(&self, slot: Slot) -> bool {
+        let standing = &self.arena[slot].standing;
+        self.config.max_preemptions > 0
+            && standing.num_recent_preemptions >= self.config.max_preemptions
+            && standing.promotion.is_none()
+            && !self.config.admission.is_static()
     }
 
     /// Lets those leave the tier that got on, and those in whose time has come.

@@ -12,7 +12,7 @@ use super::victim::Need;
 use crate::ids::{Handle, Slot};
 use crate::policy::Admission;
 
-/// One that runs, or would.
+/// One that runs, or would; its band is that of its priority until it has a seat.
 #[derive(Clone, Copy, Debug)]
 struct Member {
     handle: Handle,
@@ -218,7 +218,11 @@ impl Scheduler {
         let num_blocks = self.config.blocks_for(num_tokens).max(num_held);
         Member {
             handle: self.arena.handle(slot),
-            band: sequence.key.band,
+            band: if sequence.is_running() {
+                sequence.key.band
+            } else {
+                self.own_band(slot)
+            },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
             num_own: num_blocks - num_found,
@@ -264,7 +268,8 @@ impl Scheduler {
             return;
         }
         if self.forecast.is_made {
-            let member = self.member_to_be(slot, num_found);
+            let mut member = self.member_to_be(slot, num_found);
+            member.band = self.arena[slot].key.band;
             self.forecast.insert(member);
         }
         if let Some(parts) = self.spacing(slot) {

@@ -68,6 +68,11 @@ impl Scheduler {
         }
     }
 
+    /// The band that the priority of `slot` gives it, aged or not.
+    pub(super) fn own_band(&self, slot: Slot) -> i64 {
+        self.config.key.band(self.arena[slot].standing.priority)
+    }
+
     /// Where the standing of `slot` puts it.
     pub(super) fn turn(&mut self, slot: Slot) -> Turn {
         let (policy, sequence) = (self.config.key, &self.arena[slot]);

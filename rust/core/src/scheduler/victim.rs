@@ -148,7 +148,8 @@ impl Scheduler {
             is_member: self.quarantine.active().is_some() && self.is_free_to_run(slot),
             band: Reverse(sequence.key.band),
             is_band_best,
-            ends_in_place: self.kv.len(seat) >= self.config.blocks_for(most_tokens),
+            ends_soon: most_tokens - num_computed <= self.config.block_size
+                || self.kv.len(seat) >= self.config.blocks_for(most_tokens),
             num_recomputed: self
                 .kv
                 .num_exclusive(seat)
@@ -157,9 +158,9 @@ impl Scheduler {
         }
     }
 
-    /// Whether anyone may have to leave for `slot`.
+    /// Whether anyone may have to leave for `slot`: its age puts it first in line, and displaces nobody.
     pub(super) fn may_displace(&self, slot: Slot) -> bool {
-        let band = self.arena[slot].key.band;
+        let band = self.own_band(slot);
         let worst = self.residents.worst_band();
         self.quarantine.active().is_some() || worst.is_some_and(|worst| worst > band)
     }
@@ -167,7 +168,7 @@ impl Scheduler {
     /// Makes what `slot` needs available at the cost of residents of a worse band (or outside its quarantine group);
     /// `false`, and no change, where that is not possible.
     pub(super) fn displace_for(&mut self, slot: Slot, mut need: Need) -> bool {
-        let band = self.arena[slot].key.band;
+        let band = self.own_band(slot);
         let start = self.rank_victims();
         let (mut num_running, mut end) = (self.num_running, start);
         while !need.is_met(num_running) {
