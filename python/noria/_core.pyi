@@ -127,6 +127,7 @@ class Core:
         watermark_blocks: int = 0,
         scheduling_policy: str = "fcfs",
         admission: str = "peak",
+        peak_percent: int = 100,
         max_queued: int = 1048576,
         max_queued_tokens: int = 1099511627776,
         ageing_steps: int = 1024,

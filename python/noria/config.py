@@ -45,6 +45,8 @@ class EngineConfig:
         admission: when a request may enter a continuous batch. `peak`: when the peak that KV use will
             reach, by predicted lengths, fits; `reserve`: when all that it may ever need fits, so that
             growth preempts nobody; `optimistic`: when its prompt fits.
+        peak_percent: how high that peak may be, in hundredths of the KV cache; above 100, some tokens are
+            computed twice for fewer steps in all.
         max_queued_requests: requests that may wait; more are refused.
         max_queued_tokens: prompt tokens that may wait.
         ageing_steps: steps after which a waiting request goes to the front, past all bands; 0: never.
@@ -73,6 +75,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     admission: str = "peak"
+    peak_percent: int = 100
     max_queued_requests: int = 2**20
     max_queued_tokens: int = 2**40
     ageing_steps: int = 1024
@@ -93,6 +96,7 @@ class EngineConfig:
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("admission", self.admission, ADMISSIONS)
         _require_choice("batching", self.batching, BATCHINGS)
+        _require_int("peak_percent", self.peak_percent, 100, 1000)
         _require_int("max_queued_requests", self.max_queued_requests, 1, 2**30)
         _require_int("max_queued_tokens", self.max_queued_tokens, 1, 2**62)
         _require_int("ageing_steps", self.ageing_steps, 0, 2**32 - 1)
@@ -271,6 +275,7 @@ class ResolvedConfig:
             watermark_blocks=self.watermark_blocks,
             scheduling_policy=engine.scheduling_policy,
             admission=engine.admission if engine.batching == "continuous" else engine.batching,
+            peak_percent=engine.peak_percent,
             max_queued=engine.max_queued_requests,
             max_queued_tokens=engine.max_queued_tokens,
             ageing_steps=engine.ageing_steps,

@@ -399,7 +399,7 @@ impl Naive {
         members.push(self.newcomer(handle, hits));
         let num_blocks = self.config.num_blocks;
         let peak = self.peak(&members, num_blocks - num_available + debt + num_new);
-        if peak > num_blocks - self.config.watermark_blocks {
+        if peak > self.highest_peak(handle) {
             return Outlook::Exceeds;
         }
         let waiting: u32 = self
@@ -408,7 +408,8 @@ impl Naive {
             .map(|other| self.sequence(other).num_final_blocks)
             .sum();
         let is_early = self.next_step * 64 < self.next_entry;
-        if is_early && spacing.is_some() && peak * 4 > num_blocks && running + waiting > num_blocks {
+        let is_spaced = self.config.peak_percent == 100;
+        if is_early && is_spaced && spacing.is_some() && peak * 4 > num_blocks && running + waiting > num_blocks {
             return Outlook::Later;
         }
         Outlook::Fits
@@ -426,7 +427,16 @@ impl Naive {
         }
         members.push(self.newcomer(handle, hits));
         let num_held = members.iter().map(|member| member.num_own).sum();
-        self.peak(&members, num_held) <= self.config.num_blocks - self.config.watermark_blocks
+        self.peak(&members, num_held) <= self.highest_peak(handle)
+    }
+
+    fn highest_peak(&self, handle: u64) -> u32 {
+        let most = self.config.num_blocks - self.config.watermark_blocks;
+        if self.sequence(handle).was_admitted {
+            most
+        } else {
+            most * self.config.peak_percent / 100
+        }
     }
 
     /// Sixty-fourths of a step until the next like `handle` enters.

@@ -138,9 +138,10 @@ fn cost(world: &World) -> (u64, i64) {
 }
 
 /// 64 requests of 64 tokens that want 512, and room for 16 of them whole.
-fn crowd(admission: Admission) -> World {
+fn crowd(admission: Admission, peak_percent: u32) -> World {
     let config = Config {
         admission,
+        peak_percent,
         ..config(16 * 36, 64, 2048)
     };
     let mut world = World::new(&config);
@@ -152,18 +153,14 @@ fn crowd(admission: Admission) -> World {
 }
 
 /// F. 64 requests of 64 tokens that want 512 come at once, with room for 16 whole. Without any preemption batches of 16
-/// take 2,048 steps. Entries spaced so that ends do not coincide take fewer, and compute nothing again; admission as soon
-/// as a prompt fits takes fewest, and computes a part again.
+/// take 2,048 steps. Entries spaced so that ends do not coincide take fewer, and compute nothing again. Where the peak may be
+/// three times the pool it takes fewest, and a part is computed again.
 #[test]
 fn f_a_crowd_that_does_not_fit_thrashes_no_more_than_it_is_told() {
-    let (steps, again) = cost(&crowd(Admission::Peak));
-    println!("peak: {steps} steps, {again} of 1000 computed again");
+    let (steps, again) = cost(&crowd(Admission::Peak, 100));
     assert!(steps <= 1800 && again < 10, "{steps} steps, {again} of 1000");
-    let (steps, again) = cost(&crowd(Admission::Reserve));
-    println!("reserve: {steps} steps, {again} of 1000 computed again");
-    assert!(steps <= 2060 && again == 0, "{steps} steps, {again} of 1000");
-    let (steps, again) = cost(&crowd(Admission::Optimistic));
-    println!("optimistic: {steps} steps, {again} of 1000 computed again");
+    let (steps, again) = cost(&crowd(Admission::Peak, 300));
+    assert!(steps <= 1321 && again <= 300, "{steps} steps, {again} of 1000");
 }
 
 /// G. The pool is full, and the step in which somebody must leave so that another can grow is also the first in which one

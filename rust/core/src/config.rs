@@ -33,6 +33,9 @@ pub struct Config {
     pub key: KeyPolicy,
     /// Who may enter.
     pub admission: Admission,
+    /// Under [`Admission::Peak`]: how high the peak may be for a request's first admission, in hundredths of the pool.
+    /// More than 100 trades tokens computed again for fewer steps; ends then are not spaced.
+    pub peak_percent: u32,
     /// Requests that may wait.
     pub max_queued: u32,
     /// Tokens of theirs that may wait.
@@ -70,6 +73,7 @@ impl Default for Config {
             watermark_blocks: 0,
             key: KeyPolicy::Fcfs,
             admission: Admission::Peak,
+            peak_percent: 100,
             max_queued: 1 << 20,
             max_queued_tokens: 1 << 40,
             ageing_steps: 1024,
@@ -153,6 +157,13 @@ impl Config {
                 1,
                 MAX_COUNT,
                 "from 1 to 2^30",
+            ),
+            (
+                "peak_percent",
+                self.peak_percent,
+                100,
+                1000,
+                "from 100 to 1000",
             ),
             (
                 "fair_input_weight",

@@ -13,7 +13,7 @@ use crate::policy::{Admission, KeyPolicy};
 use crate::request::{FinishReason, Request};
 use crate::scheduler::{Drafts, Planned, Scheduler};
 
-const MAGIC: [u8; 8] = *b"noria\0r2";
+const MAGIC: [u8; 8] = *b"noria\0r3";
 
 const SUBMIT: u8 = 1;
 const PLAN: u8 = 2;
@@ -49,6 +49,7 @@ impl Recorder {
             config.watermark_blocks,
             config.key as u32,
             config.admission as u32,
+            config.peak_percent,
             config.max_queued,
             config.ageing_steps,
             config.max_bypasses,
@@ -249,6 +250,7 @@ impl<'a> Reader<'a> {
             watermark_blocks: self.u32()?,
             key: self.choice(&KeyPolicy::ALL)?,
             admission: self.choice(&Admission::ALL)?,
+            peak_percent: self.u32()?,
             max_queued: self.u32()?,
             ageing_steps: self.u32()?,
             max_bypasses: self.u32()?,

@@ -164,7 +164,7 @@ impl Scheduler {
         }
         let newcomer = self.member_to_be(slot, num_found);
         let peak = self.peak_with(&newcomer, need, i64::MAX);
-        if peak > self.config.num_blocks - self.config.watermark_blocks {
+        if peak > self.highest_peak(slot) {
             return Outlook::Exceeds;
         }
         if self.must_wait_its_turn(slot, peak) {
@@ -183,7 +183,18 @@ impl Scheduler {
             return true;
         }
         let peak = self.peak_with(&newcomer, need, newcomer.band);
-        peak <= self.config.num_blocks - self.config.watermark_blocks
+        peak <= self.highest_peak(slot)
+    }
+
+    /// The peak up to which `slot` may enter; one that was preempted enters to stay.
+    fn highest_peak(&self, slot: Slot) -> u32 {
+        let percent = if self.arena[slot].was_admitted {
+            100
+        } else {
+            self.config.peak_percent
+        };
+        let most = u64::from(self.config.num_blocks - self.config.watermark_blocks);
+        (most * u64::from(percent) / 100) as u32
     }
 
     fn has_nobody_up_to(&mut self, band: i64) -> bool {
@@ -298,7 +309,9 @@ impl Scheduler {
     fn must_wait_its_turn(&mut self, slot: Slot, peak: u32) -> bool {
         let has_quarter_free = u64::from(peak) * 4 <= u64::from(self.config.num_blocks);
         let is_early = self.next_step * PARTS < self.forecast.next_entry;
-        is_early && !has_quarter_free && self.exceeds_with_all_that_wait() && self.spacing(slot).is_some()
+        is_early
+            && self.config.peak_percent == 100
+            && !has_quarter_free && self.exceeds_with_all_that_wait() && self.spacing(slot).is_some()
     }
 
     /// Whether all that run and wait will hold more at their ends than there is.
