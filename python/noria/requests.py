@@ -65,19 +65,23 @@ class RequestPlan:
         """What the runner has to know of one of them."""
         return SeatInit(self.params, seed, num_prompt_tokens, self.context)
 
+    def text(self, tokenizer: "Tokenizer | None") -> AnswerText | None:
+        """The text of one of them as its tokens come; None if it has none."""
+        params = self.params
+        if tokenizer is None or not params.detokenize:
+            return None
+        return AnswerText(
+            tokenizer.stream(params.skip_special_tokens, after_prompt=True),
+            stops=tuple(params.stop or ()),
+            stop_token_ids=self.stop_token_ids,
+            keeps_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
     def watched(self, tokenizer: "Tokenizer | None") -> Watched | None:
         """What reads the tokens of one of them; None if nothing has to."""
         params = self.params
-        text = None
-        if params.stop:
-            assert tokenizer is not None  # `plan_request` refuses stop strings without one
-            text = AnswerText(
-                tokenizer.stream(params.skip_special_tokens, after_prompt=True),
-                stops=tuple(params.stop),
-                stop_token_ids=self.stop_token_ids,
-                keeps_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+        text = self.text(tokenizer) if params.stop else None
         if text is None and self.grammar is None and not params.logits_processors:
             return None
         return Watched(text, self.grammar, params.logits_processors or ())

@@ -12,6 +12,7 @@ COMMANDS = [
     ("chat",),
     ("generate",),
     ("demo",),
+    ("models",),
     ("env",),
     ("bench", "throughput"),
     ("bench", "scheduler"),

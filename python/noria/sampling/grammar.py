@@ -16,6 +16,9 @@ from noria.sampling.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from noria.text.tokenizer import Tokenizer
 
+_WHITESPACE = r"( |\n {0,32})?"
+"""Between JSON's tokens: enough to indent. Without a bound, a small model may write spaces until its end."""
+
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _REFUSED_KEYWORDS = ("patternProperties",)
@@ -32,9 +35,9 @@ def grammar_of(rule: StructuredOutputsParams) -> str:
     kind = rule.kind
     if rule.json is not None:
         _check_keywords(rule.json)
-        grammar = matcher.grammar_from_json_schema(json.dumps(rule.json))
+        grammar = _json_grammar(rule.json, rule.disable_any_whitespace)
     elif rule.json_object:
-        grammar = matcher.grammar_from_json_schema('{"type": "object"}')
+        grammar = _json_grammar({"type": "object"}, rule.disable_any_whitespace)
     elif rule.regex is not None:
         grammar = matcher.grammar_from_regex(rule.regex)
     elif rule.choice is not None:
@@ -46,6 +49,12 @@ def grammar_of(rule: StructuredOutputsParams) -> str:
     if is_error:
         raise _error(kind, getattr(rule, kind), messages[0])
     return grammar
+
+
+def _json_grammar(schema: object, disable_any_whitespace: bool) -> str:
+    whitespace = "" if disable_any_whitespace else _WHITESPACE
+    text = json.dumps(schema)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})
 
 
 def _lark_of(grammar: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from noria.errors import SamplingParamsError
 from noria.sampling import checks
 from noria.sampling.structured import StructuredOutputsParams
 
@@ -172,3 +173,22 @@ class SamplingParams:
     def edits_on_host(self) -> bool:
         """Its logits are edited by Python between forward and sample."""
         return bool(self.logits_processors) or self.structured_outputs is not None
+
+
+def default_params(of_model: Mapping[str, float]) -> SamplingParams:
+    """The parameters of a request that brings none.
+
+    Args:
+        of_model: what the model's authors sample with, by name; the rest is as ever.
+
+    Raises:
+        SamplingParamsError: the model's files say what no request may.
+    """
+    values = dict(of_model)
+    top_k = values.pop("top_k", 0)
+    try:
+        return SamplingParams(**values, top_k=int(top_k))  # type: ignore[arg-type]
+    except SamplingParamsError as error:
+        raise SamplingParamsError(
+            f"generation_config.json of the model: {error}", value=error.value, limit=error.limit
+        ) from error
