@@ -19,7 +19,6 @@ ADMISSIONS = ("peak", "reserve", "optimistic")
 BATCHINGS = ("continuous", "padded", "gang")
 
 
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What a user chooses, under vLLM's names where it has one.

@@ -47,7 +47,9 @@ class SchedulingHints:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= _MAX_MS:
                 raise RejectedError(
-                    f"{name} is {value!r}; it must be a number from 0 to {_MAX_MS}", value=value, limit=_MAX_MS
+                    f"{name} is {value!r}; it must be a number from 0 to {_MAX_MS}",
+                    value=value,
+                    limit=_MAX_MS,
                 )
 
     @property
