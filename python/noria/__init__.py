@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from noria.async_engine import AsyncEngine, OutputStream
     from noria.config import EngineConfig
     from noria.engine import EngineDeadError
+    from noria.hints import SchedulingHints
     from noria.llm import LLM
     from noria.outputs import CompletionOutput, Events, RequestMetrics, RequestOutput
     from noria.sampling.params import SamplingParams
@@ -60,6 +61,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "SchedulingHints",
     "StructuredOutputsParams",
     "TokenOutOfRangeError",
     "TokenizerError",
@@ -80,6 +82,7 @@ _LAZY = {
     "RequestOutput": "noria.outputs",
     "Logprob": "noria.scores",
     "SamplingParams": "noria.sampling.params",
+    "SchedulingHints": "noria.hints",
     "StructuredOutputsParams": "noria.sampling.structured",
     "__version__": "noria._core",
 }

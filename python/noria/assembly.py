@@ -16,6 +16,7 @@ from noria.answers import Answer, AnswerWriter
 from noria.config import EngineConfig, model_path, torch_device
 from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, RejectedError
+from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_cache import KvCache
 from noria.memory import kv_memory_budget
 from noria.models import Model, load_model
@@ -43,6 +44,7 @@ class Asked:
         token_ids: of the prompt.
         plan: how it is answered.
         priority: its band.
+        hints: what order and admission may go by.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Asked:
     token_ids: list[int]
     plan: RequestPlan
     priority: int
+    hints: SchedulingHints = NO_HINTS
 
 
 class Assembly:
@@ -147,6 +150,7 @@ class Assembly:
         token_ids: list[int],
         params: SamplingParams,
         priority: object,
+        hints: SchedulingHints = NO_HINTS,
     ) -> Asked:
         """Reads what is asked for one prompt; on any thread. The arguments are those of `Asked`.
 
@@ -154,7 +158,8 @@ class Assembly:
             RejectedError: the model or its tokenizer cannot do it.
         """
         plan = self.plan(params, token_ids)
-        return Asked(request_id, number, prompt_index, prompt, token_ids, plan, _checked_priority(priority))
+        rank = _checked_priority(priority)
+        return Asked(request_id, number, prompt_index, prompt, token_ids, plan, rank, hints)
 
     def submit(self, asked: Asked, children: list[Submitted]) -> None:
         """Submits a prompt once for each of its answers; adds them to `children` one by one.
@@ -178,6 +183,7 @@ class Assembly:
                 max_tokens,
                 stop_token_ids=plan.stop_token_ids,
                 priority=asked.priority,
+                hints=asked.hints,
                 parked=plan.grammar is not None,
                 host_masked=params.edits_on_host,
                 reads_prefix_cache=params.prompt_logprobs is None,

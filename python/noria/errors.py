@@ -54,7 +54,7 @@ class NeverFitsError(RejectedError):
 
 
 class QueueFullError(RejectedError):
-    """The queue holds as many requests as it may."""
+    """The queue holds as many requests, or as many of their tokens, as it may."""
 
 
 class SamplingParamsError(RejectedError):

@@ -16,6 +16,7 @@ from noria.assembly import Assembly
 from noria.config import EngineConfig
 from noria.engine import Engine
 from noria.errors import ConfigError, NoriaError, RejectedError
+from noria.hints import SchedulingHints, spread_hints
 from noria.interrupts import HeldInterrupts
 from noria.models import Model
 from noria.outputs import EventCollector, Events, RequestOutput
@@ -80,6 +81,15 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        admission: str = "peak",
+        peak_percent: int = 100,
+        max_queued_requests: int = 2**20,
+        max_queued_tokens: int = 2**40,
+        ageing_steps: int = 1024,
+        max_bypasses: int = 64,
+        max_preemptions: int = 4,
+        fair_input_weight: int = 1,
+        fair_output_weight: int = 2,
         batching: str = "continuous",
         depth: int = 2,
         max_partial_prefills: int = 1,
@@ -100,6 +110,15 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
+            admission=admission,
+            peak_percent=peak_percent,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            ageing_steps=ageing_steps,
+            max_bypasses=max_bypasses,
+            max_preemptions=max_preemptions,
+            fair_input_weight=fair_input_weight,
+            fair_output_weight=fair_output_weight,
             batching=batching,
             depth=depth,
             max_partial_prefills=max_partial_prefills,
@@ -124,6 +143,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        hints: SchedulingHints | Sequence[SchedulingHints] | None = None,
         use_tqdm: bool = True,
         on_events: OnEvents | None = None,
         on_error: Literal["raise", "return"] = "raise",
@@ -136,7 +156,9 @@ class LLM:
             prompts: one or a list of them: a text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`.
             sampling_params: for all, or one for each; None: `default_sampling_params`.
-            priority: one for each; lower runs first under the `priority` policy.
+            priority: one for each; lower runs first, but under `fcfs`.
+            hints: for all, or one for each: whose they are, how long their answers may get, when they
+                are due.
             use_tqdm: whether a progress bar is shown, if standard error is a terminal and it takes
                 longer than a second.
             on_events: called after each turn of the engine with its events, and for each event the
@@ -171,9 +193,10 @@ class LLM:
                 value=len(priority),
                 limit=len(given),
             )
+        told = spread_hints(hints, len(given))
         self._generating_thread = threading.get_ident()
         try:
-            prompts_submitted = self._submit_all(given, params, priority, on_error)
+            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
             submitted = [
                 request
                 for requests in prompts_submitted
@@ -288,6 +311,7 @@ class LLM:
         given: Sequence[object],
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
+        hints: Sequence[SchedulingHints],
         on_error: str,
     ) -> list[list[Submitted] | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
@@ -305,7 +329,7 @@ class LLM:
                         raise token_ids
                     rank = 0 if priority is None else priority[index]
                     asked = self._assembly.ask(
-                        str(number), number, index, prompt, token_ids, params[index], rank
+                        str(number), number, index, prompt, token_ids, params[index], rank, hints[index]
                     )
                     self._assembly.submit(asked, children)
                     requests.append(children)

@@ -219,7 +219,7 @@ def test_stops_and_penalties_survive_preemption(worded_directory: Path) -> None:
     ]
     with make(worded_directory, max_num_seqs=1) as llm:
         expected = llm.generate(prompts, params)
-    with make(worded_directory, num_kv_blocks=12, enable_prefix_caching=False) as llm:
+    with make(worded_directory, num_kv_blocks=12, enable_prefix_caching=False, admission="optimistic") as llm:
         outputs = llm.generate(prompts, params)
         assert llm.stats().num_preemptions > 3
     for one, other in zip(expected, outputs, strict=True):

@@ -21,7 +21,7 @@ MODEL_HELP = (
 )
 
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "sjf", "deadline", "fair", "prefix"]
 
 
 @Parameter(name="*")
