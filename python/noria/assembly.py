@@ -24,7 +24,7 @@ from noria.outputs import FinishedRequest
 from noria.prompts import Prompt
 from noria.requests import RequestPlan, Submitted, child_seed, plan_request, request_seed
 from noria.runner.torch_runner import TorchExecutor
-from noria.sampling.params import SamplingParams
+from noria.sampling.params import SamplingParams, default_params
 from noria.text.tokenizer import Tokenizer, load_tokenizer
 from noria.watch import AnswerWatch, WakesEngine
 
@@ -122,6 +122,25 @@ class Assembly:
         executor = TorchExecutor(self.model, kv, core.layout)
         return start_engine(core, executor, depth=self.config.depth, mask_provider=self.watch.masks)
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request is sampled with that brings no parameters: what the model's authors recommend."""
+        return default_params(self.model.config.default_sampling_params)
+
+    def plan(self, params: SamplingParams, token_ids: Sequence[int]) -> RequestPlan:
+        """What all answers to a prompt have in common.
+
+        Raises:
+            SamplingParamsError: the model or its tokenizer cannot do it.
+        """
+        return plan_request(
+            params,
+            token_ids,
+            tokenizer=self.tokenizer,
+            eos_token_ids=sorted(self._eos_token_ids),
+            vocab_size=self.model.config.vocab_size,
+        )
+
     def ask(
         self,
         request_id: str,
@@ -138,13 +157,7 @@ class Assembly:
         Raises:
             RejectedError: the model or its tokenizer cannot do it.
         """
-        plan = plan_request(
-            params,
-            token_ids,
-            tokenizer=self.tokenizer,
-            eos_token_ids=sorted(self._eos_token_ids),
-            vocab_size=self.model.config.vocab_size,
-        )
+        plan = self.plan(params, token_ids)
         rank = _checked_priority(priority)
         return Asked(request_id, number, prompt_index, prompt, token_ids, plan, rank, hints)
 

@@ -61,6 +61,18 @@ class SamplingParamsError(RejectedError):
     """A sampling parameter is out of its range."""
 
 
+class BodyError(RejectedError):
+    """A request's JSON is not as the API has it.
+
+    Attributes:
+        param: the field.
+    """
+
+    def __init__(self, message: str, *, param: str, value: object) -> None:
+        super().__init__(message, value=value)
+        self.param = param
+
+
 class CommitError(NoriaError):
     """A runner's result does not match the step it was for."""
 

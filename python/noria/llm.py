@@ -30,8 +30,9 @@ from noria.prompts import (
     tokenize_prompts,
 )
 from noria.requests import Submitted
-from noria.sampling.params import SamplingParams, default_params
+from noria.sampling.params import SamplingParams
 from noria.stats import EngineStats
+from noria.text.answer import AnswerText
 from noria.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -221,7 +222,23 @@ class LLM:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """What a request is sampled with that brings no parameters: what the model's authors recommend."""
-        return default_params(self.model.config.default_sampling_params)
+        return self._assembly.default_sampling_params
+
+    def answer_text(self, params: SamplingParams) -> AnswerText | None:
+        """What makes an answer's text of its tokens, as `on_events` gives them.
+
+        Joined, what its `push` and the final `end` give is the text that `generate` gives.
+
+        Args:
+            params: with which the answer is sampled.
+
+        Returns:
+            None if there is no tokenizer, or no text is wanted.
+
+        Raises:
+            TokenizerError: the tokenizer decodes whole texts only.
+        """
+        return self._assembly.plan(params, ()).text(self.tokenizer)
 
     def chat(
         self,

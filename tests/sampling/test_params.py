@@ -49,6 +49,7 @@ def test_the_defaults_are_those_of_vllm() -> None:
         ("stop_token_ids", [3, -1], r"stop_token_ids\[1\] must be from 0 to 2147483647; got -1"),
         ("stop_token_ids", [3, "4"], r"stop_token_ids\[1\] must be a token id; got '4'"),
         ("n", 0, "n must be 1 or more; got 0"),
+        ("n", 16385, "n must be at most 16384; got 16385"),
         ("n", 1.5, "n must be an integer, 1 or more; got 1.5"),
         ("repetition_penalty", 0.0, "repetition_penalty must be a finite number above 0; got 0.0"),
         ("repetition_penalty", math.inf, "repetition_penalty must be a finite number above 0; got inf"),
