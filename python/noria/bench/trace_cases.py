@@ -20,7 +20,8 @@ NUM_KV_TOKENS = 65_536
 TOKEN_BUDGET = 2_048
 MAX_TOKENS = 2_048
 _BLOCK_SIZE = 16
-_NUM_SEATS = 256
+NUM_SEATS = 256
+"""More than the KV cache holds: memory is what runs short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,14 @@ class OrderRun:
     """Requests that arrive at 90% of what the core can serve, under one order.
 
     Attributes:
+        num_seats: seats.
         policy: its name.
         ageing_steps: steps after which a request is served first; 0: never.
         mean_latency_steps: from arrival to end.
         longest_latency_steps: the longest.
     """
 
+    num_seats: int
     policy: str
     ageing_steps: int
     mean_latency_steps: float
@@ -108,12 +111,14 @@ def read_trace(path: Path, num_requests: int) -> Trace:
     return Trace(lengths, (times - times[0]).astype(np.float64) / 1e6)
 
 
-def _core(*, policy: str = "fcfs", admission: str = "peak", ageing_steps: int = 0) -> Core:
+def _core(
+    *, policy: str = "fcfs", admission: str = "peak", ageing_steps: int = 0, num_seats: int = NUM_SEATS
+) -> Core:
     num_blocks = NUM_KV_TOKENS // _BLOCK_SIZE
     return Core(
         num_blocks=num_blocks,
         block_size=_BLOCK_SIZE,
-        max_num_seqs=_NUM_SEATS,
+        max_num_seqs=num_seats,
         max_num_batched_tokens=TOKEN_BUDGET,
         max_model_len=NUM_KV_TOKENS,
         depth=1,
@@ -134,10 +139,7 @@ def run_admissions(trace: Trace, tell: Callable[[str], None] = lambda _text: Non
     runs = []
     for admission in ("optimistic", "peak", "reserve"):
         tell(f"{len(trace.lengths)} requests under {admission}")
-        scripted = ScriptedCore(_core(admission=admission))
-        for num_prompt, num_output in trace.lengths.tolist():
-            scripted.submit(num_prompt, MAX_TOKENS, wanted=num_output)
-        scripted.drain()
+        scripted = _run_at_once(trace, _core(admission=admission))
         needed = int(trace.lengths.sum()) - len(trace.lengths)
         runs.append(
             AdmissionRun(
@@ -151,10 +153,18 @@ def run_admissions(trace: Trace, tell: Callable[[str], None] = lambda _text: Non
     return runs
 
 
+def _run_at_once(trace: Trace, core: Core) -> ScriptedCore:
+    scripted = ScriptedCore(core)
+    for num_prompt, num_output in trace.lengths.tolist():
+        scripted.submit(num_prompt, MAX_TOKENS, wanted=num_output)
+    scripted.drain()
+    return scripted
+
+
 def run_orders(
     trace: Trace,
-    num_saturated_steps: int,
     *,
+    num_seats: int,
     seed: int = 0,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> list[OrderRun]:
@@ -162,12 +172,14 @@ def run_orders(
 
     Args:
         trace: its arrivals are stretched to that load, their bursts kept.
-        num_saturated_steps: steps that it takes when all are there at the start.
+        num_seats: seats; the fewer, the more of a latency is time in line.
         seed: of the hints' errors (lognormal, sigma 0.5).
         tell: told what comes next.
     """
     rng = np.random.default_rng(seed)
     lengths, num_requests = trace.lengths, len(trace.lengths)
+    tell(f"{num_requests} requests at once on {num_seats} seats")
+    num_saturated_steps = _run_at_once(trace, _core(num_seats=num_seats)).num_steps
     stretch = num_saturated_steps / 0.9 / max(trace.arrivals_s[-1], 1e-6)
     arrivals = (trace.arrivals_s * stretch).astype(np.int64)
     errors = np.exp(rng.normal(0.0, 0.5, num_requests))
@@ -175,7 +187,7 @@ def run_orders(
     runs = []
     for policy, ageing_steps in (("fcfs", 0), ("sjf", 0), ("sjf", 1024)):
         tell(f"{num_requests} requests at 90% load under {policy}, ageing {ageing_steps or 'off'}")
-        scripted = ScriptedCore(_core(policy=policy, ageing_steps=ageing_steps))
+        scripted = ScriptedCore(_core(policy=policy, ageing_steps=ageing_steps, num_seats=num_seats))
         handles: list[int] = []
         now = 0
         while len(handles) < num_requests or scripted.core.num_waiting + scripted.core.num_running:
@@ -187,5 +199,7 @@ def run_orders(
             now += 1
         ends = np.array([scripted.finished_us[handle] for handle in handles])
         latencies = ends - arrivals
-        runs.append(OrderRun(policy, ageing_steps, float(latencies.mean()), float(latencies.max())))
+        runs.append(
+            OrderRun(num_seats, policy, ageing_steps, float(latencies.mean()), float(latencies.max()))
+        )
     return runs

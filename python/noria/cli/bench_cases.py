@@ -53,7 +53,7 @@ def cases(
 def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
     from rich.table import Table
 
-    from noria.bench.trace_cases import read_trace, run_admissions, run_orders
+    from noria.bench.trace_cases import NUM_SEATS, read_trace, run_admissions, run_orders
 
     if num_requests < 1:
         raise ConfigError(
@@ -85,17 +85,19 @@ def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
         )
     console.print(table)
     table = Table(title="The same requests arriving at 90% load; hints off by a lognormal error, sigma 0.5")
-    for name in ("policy", "ageing", "mean latency, steps", "of fcfs", "longest, steps"):
+    for name in ("seats", "policy", "ageing", "mean latency, steps", "of fcfs", "longest, steps"):
         table.add_column(name)
-    orders = run_orders(read, admissions[1].num_steps)
-    for order in orders:
-        table.add_row(
-            order.policy,
-            str(order.ageing_steps or "off"),
-            f"{order.mean_latency_steps:.0f}",
-            f"{order.mean_latency_steps / orders[0].mean_latency_steps:.2f}",
-            f"{order.longest_latency_steps:.0f}",
-        )
+    for num_seats in (8, NUM_SEATS):
+        orders = run_orders(read, num_seats=num_seats)
+        for order in orders:
+            table.add_row(
+                str(order.num_seats),
+                order.policy,
+                str(order.ageing_steps or "off"),
+                f"{order.mean_latency_steps:.0f}",
+                f"{order.mean_latency_steps / orders[0].mean_latency_steps:.2f}",
+                f"{order.longest_latency_steps:.0f}",
+            )
     console.print(table)
 
 
