@@ -52,31 +52,29 @@ impl Tenant {
         }
     }
 
-    /// The mean of all that get past `num_output`, as if a quarter of one more had no end.
+    /// The length that half of those that get past `num_output` get past, as if a quarter of one more had no end.
     fn predict(&self, num_output: u32, max_output: u32) -> u32 {
         let starts = starts();
         let seen = &self.seen[..self.num_used];
-        let (mut survival, mut mean) = (vec![ONE], vec![0]);
+        let mut survival = vec![ONE];
         for bucket in 0..starts.len() - 1 {
             let is_in = |length: u32| (starts[bucket]..starts[bucket + 1]).contains(&length.into());
             let at_risk = seen.iter().filter(|&&(len, _)| u64::from(len) >= starts[bucket]).count() as u64;
             let ended = seen.iter().filter(|&&(len, is_whole)| is_whole && is_in(len)).count() as u64;
             let before = survival[bucket];
-            let after = before - before * (16 * ended) / (16 * at_risk + 4);
-            survival.push(after);
-            mean.push(mean[bucket] + (starts[bucket + 1] - starts[bucket]) * ((before + after) / 2));
+            survival.push(before - before * (16 * ended) / (16 * at_risk + 4));
         }
-        let at = |num_tokens: u32| {
-            let tokens = u64::from(num_tokens);
-            let bucket = starts.iter().rposition(|&start| start <= tokens).expect("one starts at 0");
-            let (width, part) = (starts[bucket + 1] - starts[bucket], tokens - starts[bucket]);
-            let share = (survival[bucket] * (width - part) + survival[bucket + 1] * part) / width;
-            (share, mean[bucket] + (mean[bucket + 1] - mean[bucket]) / width * part)
+        let tokens = u64::from(num_output);
+        let bucket = starts.iter().rposition(|&start| start <= tokens).expect("one starts at 0");
+        let (width, part) = (starts[bucket + 1] - starts[bucket], tokens - starts[bucket]);
+        let half = (survival[bucket] * (width - part) + survival[bucket + 1] * part) / width / 2;
+        let Some(bucket) = (0..starts.len() - 1).find(|&bucket| survival[bucket + 1] <= half) else {
+            return max_output;
         };
-        let (share, from) = at(num_output);
-        let (_, to) = at(max_output);
-        let more = (to - from).div_ceil(share.max(1)).max(1);
-        num_output + more.min(u64::from(max_output - num_output)) as u32
+        let width = starts[bucket + 1] - starts[bucket];
+        let drop = survival[bucket] - survival[bucket + 1];
+        let length = starts[bucket] + ((survival[bucket] - half) * width).div_ceil(drop);
+        length.clamp(tokens + 1, max_output.into()) as u32
     }
 }
 

@@ -20,7 +20,8 @@ NUM_KV_TOKENS = 65_536
 TOKEN_BUDGET = 2_048
 MAX_TOKENS = 2_048
 _BLOCK_SIZE = 16
-_NUM_SEATS = 256
+NUM_SEATS = 256
+"""More than the KV cache holds: memory is what runs short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,56 +48,77 @@ class OrderRun:
     """Requests that arrive at 90% of what the core can serve, under one order.
 
     Attributes:
+        num_seats: seats.
         policy: its name.
         ageing_steps: steps after which a request is served first; 0: never.
         mean_latency_steps: from arrival to end.
         longest_latency_steps: the longest.
     """
 
+    num_seats: int
     policy: str
     ageing_steps: int
     mean_latency_steps: float
     longest_latency_steps: float
 
 
-def read_trace(path: Path, num_requests: int) -> npt.NDArray[np.int64]:
-    """The first lengths of a trace that fit.
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests that came, in order of arrival.
+
+    Attributes:
+        lengths: `[n, 2]`: prompt and output tokens.
+        arrivals_s: `[n]`: seconds after the first.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    arrivals_s: npt.NDArray[np.float64]
+
+
+def read_trace(path: Path, num_requests: int) -> Trace:
+    """The first requests of a trace that fit.
 
     Args:
-        path: a CSV file with the columns `ContextTokens` and `GeneratedTokens`.
+        path: a CSV file with the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`.
         num_requests: rows, at most.
-
-    Returns:
-        `[n, 2]`: prompt and output tokens.
 
     Raises:
         ConfigError: it is no such file.
     """
     try:
         with path.open(newline="") as file:
-            lengths = [
-                (int(row["ContextTokens"]), max(1, int(row["GeneratedTokens"])))
-                for _, row in zip(range(num_requests), csv.DictReader(file), strict=False)
-            ]
+            rows = [row for _, row in zip(range(num_requests), csv.DictReader(file), strict=False)]
+        lengths = np.array(
+            [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows], dtype=np.int64
+        ).reshape(-1, 2)
+        times = np.array([row["TIMESTAMP"][:26] for row in rows], dtype="datetime64[us]")
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"--trace {path} cannot be read ({error}); it must be a CSV file with the columns ContextTokens "
-            "and GeneratedTokens",
+            f"--trace {path} cannot be read ({error}); it must be a CSV file with the columns TIMESTAMP, "
+            "ContextTokens and GeneratedTokens",
             name="--trace",
             value=str(path),
         ) from error
-    trace = np.array(lengths, dtype=np.int64).reshape(-1, 2)
-    return trace[
-        (trace[:, 0] + MAX_TOKENS <= NUM_KV_TOKENS) & (trace[:, 1] <= MAX_TOKENS) & (trace[:, 0] > 0)
-    ]
+    fits = (lengths[:, 0] > 0) & (lengths[:, 1] > 0) & (lengths[:, 1] <= MAX_TOKENS)
+    fits &= lengths[:, 0] + MAX_TOKENS <= NUM_KV_TOKENS
+    if not fits.any():
+        raise ConfigError(
+            f"--trace {path} has no request that fits; give one with prompts and outputs up to {MAX_TOKENS}",
+            name="--trace",
+            value=str(path),
+        )
+    lengths, times = lengths[fits], times[fits]
+    return Trace(lengths, (times - times[0]).astype(np.float64) / 1e6)
 
 
-def _core(*, policy: str = "fcfs", admission: str = "peak", ageing_steps: int = 0) -> Core:
+def _core(
+    *, policy: str = "fcfs", admission: str = "peak", ageing_steps: int = 0, num_seats: int = NUM_SEATS
+) -> Core:
     num_blocks = NUM_KV_TOKENS // _BLOCK_SIZE
     return Core(
         num_blocks=num_blocks,
         block_size=_BLOCK_SIZE,
-        max_num_seqs=_NUM_SEATS,
+        max_num_seqs=num_seats,
         max_num_batched_tokens=TOKEN_BUDGET,
         max_model_len=NUM_KV_TOKENS,
         depth=1,
@@ -107,23 +129,18 @@ def _core(*, policy: str = "fcfs", admission: str = "peak", ageing_steps: int = 
     )
 
 
-def run_admissions(
-    trace: npt.NDArray[np.int64], tell: Callable[[str], None] = lambda _text: None
-) -> list[AdmissionRun]:
+def run_admissions(trace: Trace, tell: Callable[[str], None] = lambda _text: None) -> list[AdmissionRun]:
     """Runs a whole trace at once under each admission.
 
     Args:
-        trace: `[n, 2]`: prompt and output tokens.
+        trace: its lengths are used.
         tell: told what comes next.
     """
     runs = []
     for admission in ("optimistic", "peak", "reserve"):
-        tell(f"{len(trace)} requests under {admission}")
-        scripted = ScriptedCore(_core(admission=admission))
-        for num_prompt, num_output in trace.tolist():
-            scripted.submit(num_prompt, MAX_TOKENS, wanted=num_output)
-        scripted.drain()
-        needed = int(trace.sum()) - len(trace)
+        tell(f"{len(trace.lengths)} requests under {admission}")
+        scripted = _run_at_once(trace, _core(admission=admission))
+        needed = int(trace.lengths.sum()) - len(trace.lengths)
         runs.append(
             AdmissionRun(
                 admission,
@@ -136,39 +153,53 @@ def run_admissions(
     return runs
 
 
+def _run_at_once(trace: Trace, core: Core) -> ScriptedCore:
+    scripted = ScriptedCore(core)
+    for num_prompt, num_output in trace.lengths.tolist():
+        scripted.submit(num_prompt, MAX_TOKENS, wanted=num_output)
+    scripted.drain()
+    return scripted
+
+
 def run_orders(
-    trace: npt.NDArray[np.int64],
-    num_saturated_steps: int,
+    trace: Trace,
     *,
+    num_seats: int,
     seed: int = 0,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> list[OrderRun]:
-    """Runs a trace's lengths at 90% load, in order of arrival and shortest first.
+    """Runs a trace at 90% load, in order of arrival and shortest first.
 
     Args:
-        trace: `[n, 2]`: prompt and output tokens.
-        num_saturated_steps: steps that it takes when all are there at the start.
-        seed: of the arrivals (Poisson) and of the hints' errors (lognormal, sigma 0.5).
+        trace: its arrivals are stretched to that load, their bursts kept.
+        num_seats: seats; the fewer, the more of a latency is time in line.
+        seed: of the hints' errors (lognormal, sigma 0.5).
         tell: told what comes next.
     """
     rng = np.random.default_rng(seed)
-    gaps = rng.exponential(num_saturated_steps / len(trace) / 0.9, len(trace))
-    arrivals = np.cumsum(gaps).astype(np.int64)
-    hints = np.maximum(1, trace[:, 1] * np.exp(rng.normal(0.0, 0.5, len(trace)))).astype(np.int64)
+    lengths, num_requests = trace.lengths, len(trace.lengths)
+    tell(f"{num_requests} requests at once on {num_seats} seats")
+    num_saturated_steps = _run_at_once(trace, _core(num_seats=num_seats)).num_steps
+    stretch = num_saturated_steps / 0.9 / max(trace.arrivals_s[-1], 1e-6)
+    arrivals = (trace.arrivals_s * stretch).astype(np.int64)
+    errors = np.exp(rng.normal(0.0, 0.5, num_requests))
+    hints = np.maximum(1, lengths[:, 1] * errors).astype(np.int64)
     runs = []
     for policy, ageing_steps in (("fcfs", 0), ("sjf", 0), ("sjf", 1024)):
-        tell(f"{len(trace)} requests at 90% load under {policy}, ageing {ageing_steps or 'off'}")
-        scripted = ScriptedCore(_core(policy=policy, ageing_steps=ageing_steps))
+        tell(f"{num_requests} requests at 90% load under {policy}, ageing {ageing_steps or 'off'}")
+        scripted = ScriptedCore(_core(policy=policy, ageing_steps=ageing_steps, num_seats=num_seats))
         handles: list[int] = []
         now = 0
-        while len(handles) < len(trace) or scripted.core.num_waiting + scripted.core.num_running:
-            while len(handles) < len(trace) and arrivals[len(handles)] <= now:
-                (num_prompt, num_output), hint = trace[len(handles)].tolist(), int(hints[len(handles)])
+        while len(handles) < num_requests or scripted.core.num_waiting + scripted.core.num_running:
+            while len(handles) < num_requests and arrivals[len(handles)] <= now:
+                (num_prompt, num_output), hint = lengths[len(handles)].tolist(), int(hints[len(handles)])
                 handles.append(scripted.submit(num_prompt, MAX_TOKENS, wanted=num_output, expected=hint))
             scripted.now_us = now
             scripted.step()
             now += 1
         ends = np.array([scripted.finished_us[handle] for handle in handles])
         latencies = ends - arrivals
-        runs.append(OrderRun(policy, ageing_steps, float(latencies.mean()), float(latencies.max())))
+        runs.append(
+            OrderRun(num_seats, policy, ageing_steps, float(latencies.mean()), float(latencies.max()))
+        )
     return runs

@@ -25,9 +25,7 @@ def cases(
     *,
     trace: Annotated[
         Path | None,
-        Parameter(
-            help="A CSV file with the columns ContextTokens and GeneratedTokens: its lengths are run too."
-        ),
+        Parameter(help="A CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, run too."),
     ] = None,
     num_requests: Annotated[int, Parameter(help="Of the trace, the first ones.")] = 4000,
 ) -> None:
@@ -55,7 +53,7 @@ def cases(
 def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
     from rich.table import Table
 
-    from noria.bench.trace_cases import read_trace, run_admissions, run_orders
+    from noria.bench.trace_cases import NUM_SEATS, read_trace, run_admissions, run_orders
 
     if num_requests < 1:
         raise ConfigError(
@@ -63,9 +61,9 @@ def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
             name="--num-requests",
             value=num_requests,
         )
-    lengths = read_trace(path, num_requests)
-    admissions = run_admissions(lengths)
-    table = Table(title=f"{len(lengths)} requests at once, 65,536 KV tokens, max_tokens 2,048")
+    read = read_trace(path, num_requests)
+    admissions = run_admissions(read)
+    table = Table(title=f"{len(read.lengths)} requests at once, 65,536 KV tokens, max_tokens 2,048")
     for name in (
         "admission",
         "steps",
@@ -86,18 +84,20 @@ def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
             str(run.num_preempted),
         )
     console.print(table)
-    table = Table(title="The same lengths arriving at 90% load; hints off by a lognormal error, sigma 0.5")
-    for name in ("policy", "ageing", "mean latency, steps", "of fcfs", "longest, steps"):
+    table = Table(title="The same requests arriving at 90% load; hints off by a lognormal error, sigma 0.5")
+    for name in ("seats", "policy", "ageing", "mean latency, steps", "of fcfs", "longest, steps"):
         table.add_column(name)
-    orders = run_orders(lengths, admissions[1].num_steps)
-    for order in orders:
-        table.add_row(
-            order.policy,
-            str(order.ageing_steps or "off"),
-            f"{order.mean_latency_steps:.0f}",
-            f"{order.mean_latency_steps / orders[0].mean_latency_steps:.2f}",
-            f"{order.longest_latency_steps:.0f}",
-        )
+    for num_seats in (8, NUM_SEATS):
+        orders = run_orders(read, num_seats=num_seats)
+        for order in orders:
+            table.add_row(
+                str(order.num_seats),
+                order.policy,
+                str(order.ageing_steps or "off"),
+                f"{order.mean_latency_steps:.0f}",
+                f"{order.mean_latency_steps / orders[0].mean_latency_steps:.2f}",
+                f"{order.longest_latency_steps:.0f}",
+            )
     console.print(table)
 
 

@@ -5,8 +5,8 @@
 //! prediction is the limit. Old lengths fade: the counts are halved when there are [`WINDOW`] of them. All of it is integer
 //! arithmetic, so that a replay agrees on every machine.
 //!
-//! Costs: O(1) a prediction and an observation, but that the tables are made anew, O(buckets), when a sixteenth of what
-//! they were made of has come in.
+//! Costs: O(1) an observation, but that the table is made anew, O(buckets), when a sixteenth of what it was made of has
+//! come in; O(log buckets) a prediction.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -19,7 +19,7 @@ const UNIT: u64 = 16;
 const PRIOR: u64 = 4;
 /// Requests, when counts are halved.
 const WINDOW: u64 = 2048;
-/// A share of 1, as the tables hold shares.
+/// A share of 1, as the table holds shares.
 const ONE: u64 = 1 << 30;
 
 /// The lengths of one tenant's outputs.
@@ -32,8 +32,6 @@ pub(crate) struct Lengths {
     num_since_made: u64,
     /// The share that gets past the start of each bucket.
     survival: Box<[u64]>,
-    /// The sum of that share over all tokens before each bucket: the mean length, cut there.
-    mean_until: Box<[u64]>,
 }
 
 /// Where `num_tokens` falls.
@@ -63,9 +61,8 @@ impl Lengths {
             num_seen: 0,
             num_since_made: 0,
             survival: zeros(),
-            mean_until: zeros(),
         };
-        lengths.make_tables();
+        lengths.make_table();
         lengths
     }
 
@@ -83,45 +80,42 @@ impl Lengths {
             self.num_seen /= 2;
         }
         if self.num_since_made * 16 > self.num_seen {
-            self.make_tables();
+            self.make_table();
         }
     }
 
-    /// Output tokens in all of a request that has `num_output` and may have `max_output` (more than that): the mean of
-    /// those that got as far, rounded up.
+    /// Output tokens in all of a request that has `num_output` and may have `max_output` (more than that): the length that
+    /// half of those that got as far get past. The median: lengths are skewed, and a mean would keep the many short ones
+    /// in the forecast long after they have ended.
     pub(crate) fn predict(&self, num_output: u32, max_output: u32) -> u32 {
-        let (share, mean) = self.at(num_output);
-        let (_, limit) = self.at(max_output);
-        let num_more = (limit - mean).div_ceil(share.max(1)).max(1);
-        let room = max_output - num_output;
-        num_output + num_more.min(room.into()) as u32
+        let half = self.survival_at(num_output) / 2;
+        // The first bucket at whose end no more than half are left.
+        let bucket = self.survival[1..].partition_point(|&share| share > half);
+        if bucket + 1 >= NUM_BUCKETS {
+            return max_output;
+        }
+        let (from, to) = (self.survival[bucket], self.survival[bucket + 1]);
+        let (low, high) = (start(bucket), start(bucket + 1));
+        let num_tokens = low + ((from - half) * (high - low)).div_ceil(from - to);
+        num_tokens.clamp(u64::from(num_output) + 1, max_output.into()) as u32
     }
 
-    /// The survival and the cut mean at `num_tokens`, between two buckets' starts by the rule of three.
-    fn at(&self, num_tokens: u32) -> (u64, u64) {
+    /// The share that gets past `num_tokens`, between two buckets' starts by the rule of three.
+    fn survival_at(&self, num_tokens: u32) -> u64 {
         let bucket = bucket(num_tokens);
         let (low, high) = (start(bucket), start(bucket + 1));
         let part = u64::from(num_tokens) - low;
-        let between = |table: &[u64]| {
-            let (from, to) = (table[bucket], table[bucket + 1]);
-            (from * (high - low - part) + to * part) / (high - low)
-        };
-        // A mean may be 2^60, and a bucket 2^26 wide.
-        let (from, to) = (self.mean_until[bucket], self.mean_until[bucket + 1]);
-        let mean = from + (to - from) / (high - low) * part;
-        (between(&self.survival), mean)
+        let (from, to) = (self.survival[bucket], self.survival[bucket + 1]);
+        (from * (high - low - part) + to * part) / (high - low)
     }
 
     /// Kaplan and Meier: of those that reach a bucket, the share that ends in it.
-    fn make_tables(&mut self) {
+    fn make_table(&mut self) {
         let mut at_risk = self.left.iter().sum::<u64>() + PRIOR;
-        let (mut survival, mut mean) = (ONE, 0);
+        let mut survival = ONE;
         for bucket in 0..NUM_BUCKETS {
             self.survival[bucket] = survival;
-            self.mean_until[bucket] = mean;
-            let next = survival - survival * self.ended[bucket] / at_risk;
-            mean += (start(bucket + 1) - start(bucket)) * u64::midpoint(survival, next);
-            survival = next;
+            survival -= survival * self.ended[bucket] / at_risk;
             at_risk -= self.left[bucket];
         }
         self.num_since_made = 0;
