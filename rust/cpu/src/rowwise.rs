@@ -1,0 +1,126 @@
+//! Ops on one row at a time: norms, gates, rotations.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "kernels: slices carry their sizes, and vectors are read and written inside them"
+)]
+
+use crate::simd::Simd;
+
+/// The most lanes of a vector.
+const MAX_LANES: usize = 16;
+
+/// `x[i] = f(x[i])` by vectors; a last part that is no whole vector goes through one.
+#[inline(always)]
+unsafe fn map<S: Simd>(x: &mut [f32], f: impl Fn(S::V) -> S::V) {
+    let mut vectors = x.chunks_exact_mut(S::LANES);
+    for vector in &mut vectors {
+        S::store(vector.as_mut_ptr(), f(S::load(vector.as_ptr())));
+    }
+    let rest = vectors.into_remainder();
+    if !rest.is_empty() {
+        let mut last = [0.0f32; MAX_LANES];
+        last[..rest.len()].copy_from_slice(rest);
+        let done = f(S::load(last.as_ptr()));
+        S::store(last.as_mut_ptr(), done);
+        rest.copy_from_slice(&last[..rest.len()]);
+    }
+}
+
+/// `to[i] = f(a[i], b[i])`, likewise.
+#[inline(always)]
+unsafe fn map2<S: Simd>(a: &[f32], b: &[f32], to: &mut [f32], f: impl Fn(S::V, S::V) -> S::V) {
+    let b = &b[..a.len()];
+    let num_whole = a.len() / S::LANES * S::LANES;
+    for at in (0..num_whole).step_by(S::LANES) {
+        let (x, y) = (S::load(a[at..].as_ptr()), S::load(b[at..].as_ptr()));
+        S::store(to[at..].as_mut_ptr(), f(x, y));
+    }
+    let rest = a.len() - num_whole;
+    if rest > 0 {
+        let (mut x, mut y) = ([0.0f32; MAX_LANES], [0.0f32; MAX_LANES]);
+        x[..rest].copy_from_slice(&a[num_whole..]);
+        y[..rest].copy_from_slice(&b[num_whole..]);
+        let done = f(S::load(x.as_ptr()), S::load(y.as_ptr()));
+        S::store(x.as_mut_ptr(), done);
+        to[num_whole..].copy_from_slice(&x[..rest]);
+    }
+}
+
+/// `x / sqrt(mean(x²) + eps) · weight`.
+#[inline(always)]
+pub(crate) unsafe fn rms_norm<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let num_whole = x.len() / S::LANES * S::LANES;
+    let mut squares = S::splat(0.0);
+    for at in (0..num_whole).step_by(S::LANES) {
+        let v = S::load(x[at..].as_ptr());
+        squares = S::fma(v, v, squares);
+    }
+    let sum = S::sum(squares) + x[num_whole..].iter().map(|v| v * v).sum::<f32>();
+    let scale = S::splat(1.0 / (sum / x.len() as f32 + eps).sqrt());
+    map2::<S>(x, weight, out, |v, w| unsafe { S::mul(S::mul(v, scale), w) });
+}
+
+/// `x + y`.
+#[inline(always)]
+pub(crate) unsafe fn add<S: Simd>(x: &[f32], y: &[f32], out: &mut [f32]) {
+    map2::<S>(x, y, out, |a, b| unsafe { S::add(a, b) });
+}
+
+/// `x · factor`, in place.
+#[inline(always)]
+pub(crate) unsafe fn scale<S: Simd>(factor: f32, x: &mut [f32]) {
+    map::<S>(x, |v| unsafe { S::mul(v, S::splat(factor)) });
+}
+
+/// `cap · tanh(x / cap)`, in place.
+#[inline(always)]
+pub(crate) unsafe fn softcap<S: Simd>(cap: f32, x: &mut [f32]) {
+    map::<S>(x, |v| unsafe {
+        S::mul(S::tanh(S::div(v, S::splat(cap))), S::splat(cap))
+    });
+}
+
+/// `silu(gate) · up` of the two halves.
+#[inline(always)]
+pub(crate) unsafe fn silu_mul<S: Simd>(gate_up: &[f32], out: &mut [f32]) {
+    let (gate, up) = gate_up.split_at(out.len());
+    map2::<S>(gate, up, out, |g, u| unsafe {
+        let e = S::exp(S::sub(S::splat(0.0), g));
+        S::mul(S::div(g, S::add(S::splat(1.0), e)), u)
+    });
+}
+
+/// `gelu(gate) · up` of the two halves, gelu by its tanh approximation.
+#[inline(always)]
+pub(crate) unsafe fn gelu_mul<S: Simd>(gate_up: &[f32], out: &mut [f32]) {
+    let (gate, up) = gate_up.split_at(out.len());
+    map2::<S>(gate, up, out, |g, u| unsafe {
+        // sqrt(2 / π) · (g + 0.044715 · g³)
+        let cube = S::mul(S::mul(g, g), g);
+        let inner = S::mul(
+            S::fma(cube, S::splat(0.044_715), g),
+            S::splat(0.797_884_6),
+        );
+        let half = S::mul(g, S::splat(0.5));
+        S::mul(S::fma(half, S::tanh(inner), half), u)
+    });
+}
+
+/// Rotates a head's first half with its second.
+#[inline(always)]
+pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let half = cos.len();
+    let (a, b) = head.split_at_mut(half);
+    let num_whole = half / S::LANES * S::LANES;
+    for at in (0..num_whole).step_by(S::LANES) {
+        let (x, y) = (S::load(a[at..].as_ptr()), S::load(b[at..].as_ptr()));
+        let (c, s) = (S::load(cos[at..].as_ptr()), S::load(sin[at..].as_ptr()));
+        S::store(a[at..].as_mut_ptr(), S::sub(S::mul(x, c), S::mul(y, s)));
+        S::store(b[at..].as_mut_ptr(), S::add(S::mul(y, c), S::mul(x, s)));
+    }
+    for at in num_whole..half {
+        let (x, y) = (a[at], b[at]);
+        a[at] = x * cos[at] - y * sin[at];
+        b[at] = y * cos[at] + x * sin[at];
+    }
+}
