@@ -1,6 +1,6 @@
 """Overlap: how long does the runner wait for the engine at depth 1 and at depth 2?
 
-Without MODEL a tiny random Llama is made (it needs transformers), with steps of about 2 ms, where waiting
+Without MODEL a tiny random Llama is made (it needs transformers), with steps of 2 to 4 ms, where waiting
 shows most. With MODEL, tokens a second at both depths. Runs of both depths take turns.
 
     python benches/engine/overlap.py [MODEL] [--seats 16] [--tokens 200] [--rounds 5] [--output-json FILE]
@@ -38,16 +38,16 @@ class Run:
 
 
 def make_tiny_model(folder: Path) -> None:
-    """Writes a random Llama whose steps take about 2 ms on two cores."""
+    """Writes a random Llama whose steps take 2 to 4 ms on two cores."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,

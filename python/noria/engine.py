@@ -4,9 +4,10 @@ One thread owns an engine, and through it the core.
 """
 
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,14 @@ _NOBODY = -1
 
 class EngineDeadError(NoriaError):
     """The engine was closed, its device was lost, or a turn was cut short; it takes no more work."""
+
+
+class _WaitEndedError(Exception):
+    """`while_waiting` raised."""
+
+    def __init__(self, raised: BaseException) -> None:
+        super().__init__(str(raised))
+        self.raised = raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class Engine:
         mask_provider: MaskProvider | None = None,
         draft_provider: DraftProvider | None = None,
     ) -> None:
+        self._process_id = os.getpid()
         self._core = core
         self._runner = runner
         self._ring = ring
@@ -233,8 +243,12 @@ class Engine:
 
     # ---- the loop
 
-    def turn(self) -> Events | None:
+    def turn(self, *, while_waiting: Callable[[], None] | None = None) -> Events | None:
         """One turn of the loop; waits for a step's result if any is in flight.
+
+        Args:
+            while_waiting: called at least once a second of that wait. What it raises ends the turn
+                where nothing is half done: the engine stays usable, and the next turn waits on.
 
         Returns:
             What happened; None if there was nothing to do, and will not be before a `submit`, an
@@ -245,17 +259,33 @@ class Engine:
         """
         self._require_usable()
         try:
-            return self._turn()
+            self._supply_masks()
+            self._plan_ahead()
+            result = self._await_result(while_waiting) if self._in_flight else None
+            return self._end_turn(result)
+        except _WaitEndedError as ended:
+            raise ended.raised from None
         except BaseException as error:
             # Between a plan and its commit there is no state to go back to.
             self._dead = f"a turn was cut short by {type(error).__name__}: {error}"
             raise
 
-    def _turn(self) -> Events | None:
-        self._supply_masks()
-        self._plan_ahead()
-        if self._in_flight:
-            self._take_result()
+    def _await_result(self, while_waiting: Callable[[], None] | None) -> StepResult:
+        def ask() -> None:
+            try:
+                if while_waiting is not None:
+                    while_waiting()
+            except BaseException as error:
+                raise _WaitEndedError(error) from error
+
+        result = self._runner.next_result(block=True, while_waiting=ask)
+        if result is None:
+            raise NoriaError(f"the runner gave no result for step {self._in_flight[0].step}")
+        return result
+
+    def _end_turn(self, result: StepResult | None) -> Events | None:
+        if result is not None:
+            self._take_result(result)
         elif not self._rows:
             if self.has_work:
                 raise NoriaError(f"the core is idle while {len(self._requests)} requests wait")
@@ -330,10 +360,9 @@ class Engine:
             _log.warning("the mask provider failed; %d requests end", len(request.rows), exc_info=True)
             return None
 
-    def _take_result(self) -> None:
-        result = self._runner.next_result(block=True)
+    def _take_result(self, result: StepResult) -> None:
         oldest = self._in_flight.popleft()
-        if result is None or result.step != oldest.step:
+        if result.step != oldest.step:
             raise NoriaError(f"the runner gave {result} for step {oldest.step}")
         now_us = _now_us()
         if result.sampled is None:
@@ -347,7 +376,9 @@ class Engine:
         idle_us = result.forward_wait_us
         if oldest.max_idle_us is not None:
             idle_us = min(idle_us, oldest.max_idle_us)
-        self._stats.add_result(result, idle_us + result.sample_wait_us)
+        flags = self._ring[oldest.buffer_index].row_flags
+        num_padding_rows = int(np.count_nonzero(flags & _core.PADDING))
+        self._stats.add_result(result, idle_us + result.sample_wait_us, num_padding_rows)
         self._stats.commit_us += _now_us() - now_us
 
     def _collect(self, num_events: int, now_us: int, error_cause: str) -> None:
@@ -399,6 +430,11 @@ class Engine:
         self._runner.close()
 
     def _require_usable(self) -> None:
+        if os.getpid() != self._process_id:
+            raise EngineDeadError(
+                f"the engine takes no more work: it belongs to process {self._process_id}, and this is process "
+                f"{os.getpid()}, forked from it, where the engine's thread does not exist; make a new one here"
+            )
         if self._dead is not None:
             raise EngineDeadError(f"the engine takes no more work: {self._dead}")
 
@@ -428,15 +464,16 @@ def start_engine(
 def _token_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """`[n]` int32."""
     array = np.asarray(ids)
-    if array.size and array.dtype.kind not in "iu":
-        raise TokenOutOfRangeError(f"token ids must be integers, not {array.dtype}", value=ids)
     if array.ndim != 1:
         raise TokenOutOfRangeError(f"token ids must be one list, not of shape {list(array.shape)}", value=ids)
-    wide = array.astype(np.int64)
-    outside = wide[(wide < -(2**31)) | (wide >= 2**31)]
+    if array.dtype == object and all(isinstance(token_id, int) for token_id in array):
+        pass  # some do not fit in 64 bits, and are named below
+    elif array.size and array.dtype.kind not in "iu":
+        raise TokenOutOfRangeError(f"token ids must be integers, not {array.dtype}", value=ids)
+    outside = array[(array < -(2**31)) | (array >= 2**31)]
     if outside.size:
         raise TokenOutOfRangeError(f"token id {outside[0]} is not in the vocabulary", value=int(outside[0]))
-    return wide.astype(np.int32)
+    return array.astype(np.int32)
 
 
 def _now_us() -> int:

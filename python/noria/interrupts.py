@@ -7,20 +7,32 @@ from typing import Self
 
 
 class HeldInterrupts:
-    """Holds a first Ctrl-C until the loop asks, so that no turn is cut short; a second one is raised at once.
+    """Holds Ctrl-C until the loop asks, so that no turn is cut short.
+
+    The first one is raised between two turns, a second one also while a turn waits for its step.
 
     Does nothing where Ctrl-C is not Python's to raise: outside the main thread, or where somebody
     else handles it.
     """
 
     def __init__(self) -> None:
-        self._is_pending = False
+        self._num_pending = 0
         self._is_installed = False
 
     def raise_pending(self) -> None:
         """Raises KeyboardInterrupt if there was a Ctrl-C."""
-        if self._is_pending:
+        if self._num_pending:
             raise KeyboardInterrupt
+
+    def raise_second(self) -> None:
+        """Raises KeyboardInterrupt if there was more than one Ctrl-C."""
+        if self.has_second:
+            raise KeyboardInterrupt
+
+    @property
+    def has_second(self) -> bool:
+        """Whether there was more than one Ctrl-C."""
+        return self._num_pending > 1
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
@@ -43,6 +55,4 @@ class HeldInterrupts:
             self.raise_pending()
 
     def _on_interrupt(self, _signum: int, _frame: FrameType | None) -> None:
-        if self._is_pending:
-            raise KeyboardInterrupt
-        self._is_pending = True
+        self._num_pending += 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,6 +130,12 @@ class LLM:
             seed=seed,
             skip_tokenizer_init=skip_tokenizer_init,
         )
+        if not self.config.model.strip():
+            raise ConfigError(
+                f"model is {self.config.model!r}; give a model's folder or a .gguf file",
+                name="model",
+                value=self.config.model,
+            )
         path = model_path(self.config.model)
         where = torch_device(self.config.device)
         # The tokenizer is read first: it takes no time, and its errors need not wait for the weights.
@@ -148,7 +155,7 @@ class LLM:
         if self.tokenizer is not None:
             self._eos_token_ids.update(self.tokenizer.eos_token_ids)
         self._num_requests = 0
-        self._is_generating = False
+        self._generating_thread: int | None = None
         self.engine: Engine = self._start_engine(where)
 
     def _start_engine(self, device: torch.device) -> Engine:
@@ -200,8 +207,13 @@ class LLM:
             raise ConfigError(
                 f"on_error is {on_error!r}; it must be raise or return", name="on_error", value=on_error
             )
-        if self._is_generating:
-            raise NoriaError("generate is already running; it cannot be called from on_events")
+        if self._generating_thread is not None:
+            is_own = self._generating_thread == threading.get_ident()
+            raise NoriaError(
+                "generate is already running; it cannot be called from on_events"
+                if is_own
+                else "generate is already running in another thread; one LLM answers one call at a time"
+            )
         given = split_prompts(prompts)
         params = _spread_params(sampling_params, len(given))
         if priority is not None and len(priority) != len(given):
@@ -210,7 +222,7 @@ class LLM:
                 value=len(priority),
                 limit=len(given),
             )
-        self._is_generating = True
+        self._generating_thread = threading.get_ident()
         try:
             requests = self._submit_all(given, params, priority, on_error)
             submitted = [request for request in requests if isinstance(request, _Submitted)]
@@ -225,7 +237,7 @@ class LLM:
             self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
             return outputs
         finally:
-            self._is_generating = False
+            self._generating_thread = None
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -323,7 +335,7 @@ class LLM:
             try:
                 while collector.num_finished < len(submitted) or self.engine.has_work:
                     interrupts.raise_pending()
-                    events = self.engine.turn()
+                    events = self.engine.turn(while_waiting=interrupts.raise_second)
                     if events is None:
                         raise NoriaError(f"{len(submitted) - collector.num_finished} requests never finished")
                     indices = collector.add(events)
@@ -331,18 +343,19 @@ class LLM:
                     if on_events is not None:
                         on_events(events, prompt_indices[indices])
             except BaseException:
-                self._abandon(submitted)
+                # After a second Ctrl-C the step in flight is not waited for: the next call's first turn does.
+                self._abandon(submitted, waits=not interrupts.has_second)
                 raise
         return collector.finished()
 
-    def _abandon(self, requests: Sequence[_Submitted | _Refused]) -> None:
-        """Aborts what was submitted, and lets what is in flight end."""
+    def _abandon(self, requests: Sequence[_Submitted | _Refused], *, waits: bool = True) -> None:
+        """Aborts what was submitted, and lets what is in flight end if it `waits`."""
         if not self.engine.is_usable:
             return
         for request in requests:
             if isinstance(request, _Submitted):
                 self.engine.abort(request.handle)
-        while self.engine.has_work:
+        while waits and self.engine.has_work:
             self.engine.turn()
 
     # ---- out

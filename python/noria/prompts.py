@@ -41,6 +41,10 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[object]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, np.ndarray):
+        if prompts.ndim == 0:
+            raise RejectedError(
+                f"prompts is an array of no dimension, {prompts!r}; it must be {_SHAPES}", value=prompts
+            )
         return [prompts] if prompts.ndim == 1 else list(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RejectedError(

@@ -23,6 +23,7 @@ class EngineStats:
         num_sample_rows: rows that sampled, ghosts included.
         num_seat_rows: decode rows, ghosts included.
         num_ghost_rows: finished rows that a static batch kept computing.
+        num_padding_rows: rows of padding.
         num_tokens: tokens computed, padding included.
         num_prefill_tokens: tokens of prompts, and of sequences computed again.
         num_padding_tokens: tokens of padding.
@@ -55,6 +56,7 @@ class EngineStats:
     num_sample_rows: int = 0
     num_seat_rows: int = 0
     num_ghost_rows: int = 0
+    num_padding_rows: int = 0
     num_tokens: int = 0
     num_prefill_tokens: int = 0
     num_padding_tokens: int = 0
@@ -82,7 +84,7 @@ class EngineStats:
     @property
     def num_useful_rows(self) -> int:
         """Rows computed for a request that was still running: neither padding nor ghosts."""
-        return self.num_rows - self.num_ghost_rows
+        return self.num_rows - self.num_ghost_rows - self.num_padding_rows
 
     @property
     def seat_occupancy(self) -> float:
@@ -132,18 +134,21 @@ class StatsKeeper:
         self.plan_us = 0
         self.commit_us = 0
         self.text_us = 0
+        self._num_padding_rows = 0
         self._expand_us = 0
         self._forward_us = 0
         self._sample_us = 0
         self._idle_us = 0
 
-    def add_result(self, result: StepResult, idle_us: int) -> None:
+    def add_result(self, result: StepResult, idle_us: int, num_padding_rows: int) -> None:
         """Takes a step's host times once it was committed or failed.
 
         Args:
             result: of the step.
             idle_us: of the runner's waits, what passed while a request was unfinished.
+            num_padding_rows: of the step.
         """
+        self._num_padding_rows += num_padding_rows
         self._expand_us += result.expand_us
         self._forward_us += result.forward_us
         self._sample_us += result.sample_us
@@ -177,6 +182,7 @@ class StatsKeeper:
             num_sample_rows=total["num_sample_rows"],
             num_seat_rows=total["num_seat_rows"],
             num_ghost_rows=total["num_ghost_rows"],
+            num_padding_rows=self._num_padding_rows,
             num_tokens=total["num_tokens"],
             num_prefill_tokens=total["num_prefill_tokens"],
             num_padding_tokens=total["num_padding_tokens"],

@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,10 @@ NULL = ("bench", "throughput", "--null-runner", "--num-requests", "4")
         ((*NULL, "--repeat", "0"), ("repeat", "0")),
         ((*NULL, "--seed", "-1"), ("seed", "-1")),
         ((*NULL, "--vocab-size", "1"), ("vocab_size", "1")),
+        ((*NULL, "--vocab-size", "99999999999"), ("vocab_size", "99999999999", "2147483647")),
+        ((*NULL, "--num-kv-blocks", "1"), ("workload entry 0", "KV blocks", "1")),
+        ((*NULL, "--dtype", "float32"), ("--dtype", "float32", "--null-runner")),
+        ((*NULL, "--device", "cuda"), ("--device", "cuda", "--null-runner")),
         ((*NULL, "--output-min", "9", "--output-max", "8"), ("8", "9")),
         ((*NULL, "--output-sigma", "nan"), ("sigma", "nan")),
         ((*NULL, "--output-json", "no/such/folder/x.json"), ("no/such/folder",)),
@@ -42,6 +49,7 @@ NULL = ("bench", "throughput", "--null-runner", "--num-requests", "4")
         ((*NULL, "--workload", "no/such/file.json"), ("no/such/file.json",)),
         ((*NULL, "--max-model-len", "20"), ("entry", "20")),
         (("bench", "throughput", "--null-runner", "--num-requests", "0"), ("num_requests", "0")),
+        (("bench", "throughput", "--null-runner", "--num-requests", "99999999"), ("99999999", "1000000")),
         (("bench", "scheduler", "--running", "0"), ("--running", "0")),
         (("bench", "scheduler", "--running", "64,x"), ("--running", "'x'")),
         (("bench", "scheduler", "--running", "64,64"), ("--running", "twice")),
@@ -110,6 +118,28 @@ def test_as_a_process_it_exits_with_2_and_prints_no_traceback():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "noria: depth is 0; it must be an integer from 1 to 3\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_is_named_and_exits_with_1():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "noria.cli", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "noria: standard output: No space left on device\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the stream")
+def test_a_closed_standard_output_is_no_crash():
+    command = f"exec {shlex.quote(sys.executable)} -m noria.cli env >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
 
 
 def _entry(**changes: object) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """`LLM` on a tiny model: shapes of prompts, answers, errors, Ctrl-C, and its end."""
 
 import gc
+import os
 import signal
 import threading
 import time
@@ -199,6 +200,8 @@ BAD = [
     ([5, 97], GREEDY, TokenOutOfRangeError),
     ([-1], GREEDY, TokenOutOfRangeError),
     ([2**33], GREEDY, TokenOutOfRangeError),
+    ([2**80, 1], GREEDY, TokenOutOfRangeError),
+    (np.array([2**63], dtype=np.uint64), GREEDY, TokenOutOfRangeError),
     ([5] * 100, GREEDY, PromptTooLongError),
     ({"prompt_token_ids": [5.5]}, GREEDY, RejectedError),
     ("lone \ud800 surrogate", GREEDY, RejectedError),
@@ -264,6 +267,8 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(make_llm: MakeLLM, tiny_dir
 def test_a_model_that_is_none_is_one_sentence() -> None:
     with pytest.raises(ModelError, match="hf download org/name"):
         LLM("org/name")
+    with pytest.raises(ConfigError, match="model is ''; give a model's folder"):
+        LLM("")
     with pytest.raises(ConfigError, match="depth is 9"):
         LLM("org/name", depth=9)
 
@@ -362,10 +367,11 @@ def test_a_second_ctrl_c_does_not_wait_for_a_step_that_hangs(
         llm.generate([[5]], GREEDY)
     thread.join()
     assert not ends.is_set()
-    assert not llm.engine.is_usable
-    with pytest.raises(EngineDeadError, match="cut short by KeyboardInterrupt"):
-        llm.generate([[5]], GREEDY)
+    assert llm.engine.is_usable
     ends.set()
+    monkeypatch.undo()
+    assert len(ids(llm.generate([[5]], GREEDY))[0]) == 8
+    assert_nothing_is_left(llm)
 
 
 def generate_for_ever(llm: LLM, params: SamplingParams) -> None:
@@ -380,6 +386,45 @@ def test_what_a_watcher_raises_ends_all_requests(llm: LLM) -> None:
     with pytest.raises(RuntimeError, match="watcher"):
         llm.generate([[5], [6]], GREEDY, on_events=fail)
     assert_nothing_is_left(llm)
+
+
+def test_a_call_from_a_second_thread_is_told_so(llm: LLM) -> None:
+    refused: list[str] = []
+
+    def call() -> None:
+        try:
+            llm.generate([[5]], GREEDY)
+        except NoriaError as error:
+            refused.append(str(error))
+
+    def watch(events: Events, prompts: npt.NDArray[np.int64]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    llm.generate([[5]], SamplingParams(max_tokens=1), on_events=watch)
+    assert set(refused) == {
+        "generate is already running in another thread; one LLM answers one call at a time"
+    }
+
+
+def test_a_forked_child_is_told_to_make_its_own(llm: LLM) -> None:
+    llm.generate([[5]], GREEDY)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([[5]], GREEDY)
+            os.write(write, b"it answered")
+        except EngineDeadError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:  # noqa: PTH123  a descriptor
+        told = pipe.read().decode()
+    os.waitpid(child, 0)
+    assert told.startswith(f"the engine takes no more work: it belongs to process {os.getpid()}")
 
 
 def test_it_works_outside_the_main_thread(llm: LLM) -> None:

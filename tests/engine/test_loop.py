@@ -100,6 +100,8 @@ def test_static_batches_give_the_same_answers(make_run: MakeRun, batching: str, 
     stats = run.engine.stats()
     assert (stats.num_ghost_rows > 0) == (batching == "padded")
     assert (stats.num_padding_tokens > 0) == (batching == "padded")
+    assert (stats.num_padding_rows > 0) == (batching == "padded")
+    assert stats.num_useful_rows == stats.num_rows - stats.num_ghost_rows - stats.num_padding_rows
 
 
 def test_statistics_count_what_was_done(make_run: MakeRun) -> None:

@@ -34,6 +34,8 @@ def test_a_prompt_is_read(prompts: object, expected: list[Prompt]) -> None:
     ("prompts", "text"),
     [
         (3, "of type int"),
+        (np.array(5), "an array of no dimension"),
+        ([np.array(5)], "of type int"),
         (b"bytes", "of type bytes"),
         ([b"bytes"], "of type bytes"),
         ([None], "of type NoneType"),

@@ -11,7 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parent / "support"))
 
 from checkpoints import Checkpoint
-from tiny_llama import llama_config, save_llama
+from tiny_models import save_model, tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +25,14 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
-    """`checkpoint(**config changes)`: a tiny Llama, made once for each set of changes."""
+    """`checkpoint(family, **config changes)`: a tiny model, made once for each set of changes."""
     made: dict[str, Checkpoint] = {}
 
-    def make(**changes: Any) -> Checkpoint:
-        key = repr(sorted(changes.items()))
+    def make(family: str = "llama", **changes: Any) -> Checkpoint:
+        key = family + repr(sorted(changes.items()))
         if key not in made:
-            directory = tmp_path_factory.mktemp("llama")
-            made[key] = Checkpoint(directory, save_llama(directory, llama_config(**changes)))
+            directory = tmp_path_factory.mktemp(family)
+            made[key] = Checkpoint(directory, save_model(directory, tiny_config(family, **changes)))
         return made[key]
 
     return make

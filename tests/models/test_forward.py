@@ -10,6 +10,7 @@ from checkpoints import Checkpoint
 from paged_steps import Harness, Sequence
 from tiny_llama import token_ids
 
+from noria.backends.ops import Scope
 from noria.backends.torch import attention
 from noria.models import Model, load_model
 
@@ -176,11 +177,14 @@ def test_decode_rows_are_right_without_a_length_on_the_host(checkpoint: MakeChec
     for tensor in (keys, values):
         tensor.view(-1, 16)[stored] = torch.randn(4, 16, dtype=torch.float64)
     query = torch.randn(4, 6, 8, dtype=torch.float64)
-    wanted = harness.model.attention.begin(inputs, harness.kv).attend(query, keys, values)
-    for size in (1, 3, 4):
-        pieces = [slice(at, min(at + size, 4)) for at in range(0, 4, size)]
-        groups = [attention._decode_group(inputs, torch.float64, rows) for rows in pieces]
-        assert_close(attention.SdpaStep(groups, 4).attend(query, keys, values), wanted, EXACT)
+    for window in (None, 1, 5, 34):
+        scope = Scope(0.3, window)
+        wanted = harness.model.attention.begin(inputs, harness.kv).attend(query, keys, values, scope)
+        for size in (1, 3, 4):
+            pieces = [slice(at, min(at + size, 4)) for at in range(0, 4, size)]
+            groups = [attention._decode_group(inputs, torch.float64, rows, window) for rows in pieces]
+            found = attention._Plan(groups, 4).attend(query, keys, values, scope)
+            assert_close(found, wanted, EXACT)
 
 
 def test_prompts_of_different_lengths_in_one_step_are_right(checkpoint: MakeCheckpoint) -> None:
@@ -241,7 +245,7 @@ def test_an_empty_row_attends_to_nothing_and_gives_zeros(checkpoint: MakeCheckpo
     keys, values = harness.kv.layer(0)
     step = harness.model.attention.begin(inputs, harness.kv)
     keys[1:], values[1:] = 1.0, 1.0
-    out = step.attend(torch.randn(11, 6, 8, dtype=torch.float64), keys, values)
+    out = step.attend(torch.randn(11, 6, 8, dtype=torch.float64), keys, values, Scope(1.0))
     assert_close(out[:8], torch.ones_like(out[:8]), EXACT)
     assert not out[8:].any()
 

@@ -18,6 +18,7 @@ from noria.errors import ModelError
 from noria.loading import read_model_config
 from noria.loading.gguf import gguf_name
 from noria.models import RopeConfig, load_model
+from noria.models.registry import GGUF_ARCHITECTURES
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, LAYERS, HIDDEN, INTERMEDIATE = 6, 2, 2, 96, 160
@@ -83,7 +84,11 @@ def write_gguf(
     rounded = {}
     for name, tensor in tensors.items():
         heads = HEADS if ".q_proj." in name else KV_HEADS if ".k_proj." in name else None
-        there = name if name.startswith(("rope_freqs", "foreign")) else gguf_name(name)
+        there = (
+            name
+            if name.startswith(("rope_freqs", "foreign"))
+            else gguf_name(name, GGUF_ARCHITECTURES["llama"])
+        )
         tensor = tensor if heads is None else permuted(tensor, heads)
         used = kind if tensor.ndim == 2 else Kind.F32
         data = gguf.quants.quantize(tensor, used)
@@ -170,7 +175,9 @@ def test_frequency_factors_are_the_llama3_scaling(tmp_path: Path) -> None:
 
     save_source(tmp_path, rope_parameters=rope)
     path = write_gguf(tmp_path, change=lambda tensors: tensors.update({"rope_freqs.weight": factors[:7]}))
-    with pytest.raises(ModelError, match=r"'rope_freqs\.weight' should have shape \[8\], found \[7\]"):
+    with pytest.raises(
+        ModelError, match=r"'rope_freqs\.weight' should have shape \[8\] of float32, found \[7\]"
+    ):
         load_model(path, dtype=torch.float32, device=CPU)
 
 
@@ -208,9 +215,9 @@ def test_ends_of_an_answer_come_from_the_tokenizer_keys(tmp_path: Path) -> None:
             {"attention.key_length": 32, "attention.value_length": 16},
             "should be the key length, 32, found 16",
         ),
-        ({"rope.dimension_count": 8}, "rotating a part is not supported"),
-        ({"rope.scaling.type": "yarn"}, "should be 'none' or 'linear'"),
-        ({"rope.freq_base": -1.0}, "should be a number above 0"),
+        ({"rope.dimension_count": 18}, "should be even, and at most the key length, 16, found 18"),
+        ({"rope.scaling.type": "ntk"}, "should be none, linear, yarn or longrope, found 'ntk'"),
+        ({"rope.freq_base": -1.0}, "should be a number of at least 2, found -1.0"),
         ({"expert_count": 8}, "mixtures of experts are not supported"),
         ({"embedding_length": 97}, "should be a multiple of the 6 heads"),
         ({"split.count": 2}, "GGUF file in parts is not supported"),
@@ -235,7 +242,10 @@ def test_heads_given_for_each_layer_are_read_where_they_agree(tmp_path: Path) ->
 def test_an_unknown_architecture_is_named_with_what_is_supported(tmp_path: Path) -> None:
     save_source(tmp_path)
     path = write_gguf(tmp_path, architecture="mamba")
-    with pytest.raises(ModelError, match="GGUF architecture 'mamba' is not supported; supported: llama"):
+    with pytest.raises(
+        ModelError,
+        match="GGUF architecture 'mamba' is not supported; supported: gemma2, gemma3, llama, phi3, q",
+    ):
         read_model_config(path)
 
 

@@ -78,11 +78,11 @@ def test_a_configuration_is_read_without_weights(directory: Path) -> None:
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
-            RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64),
+            RopeConfig("llama3", 5e5, 8.0, None, 64, 1.0, 4.0),
         ),
         (
             {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-            RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64),
+            RopeConfig("llama3", 5e5, 8.0, None, 64, 1.0, 4.0),
         ),
     ],
 )
@@ -182,8 +182,11 @@ def test_old_checkpoints_may_carry_rotary_buffers(directory: Path) -> None:
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' should be true or false, found 'no'"),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' should be a token id or a list of them, found '</s>'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE kind 'yarn' is not supported"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "'rope_parameters.factor' should be a number above 0"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, "RoPE kind 'ntk' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "'rope_parameters.factor' should be a number of at least 1",
+        ),
         ({"rope_parameters": [1]}, "'rope_parameters' should be an object"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0}},
@@ -193,7 +196,11 @@ def test_old_checkpoints_may_carry_rotary_buffers(directory: Path) -> None:
             {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
             "'rope_scaling.low_freq_factor' should be below high_freq_factor = 4.0, found 4.0",
         ),
-        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' should be 1"),
+        ({"partial_rotary_factor": 1.5}, "'partial_rotary_factor' should be at most 1, found 1.5"),
+        (
+            {"partial_rotary_factor": 0.4},
+            "head_dim times partial_rotary_factor = 0.4 should be even, found 3",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_run_is_refused_by_its_key(

@@ -186,6 +186,12 @@ def test_a_sentencepiece_like_tokenizer_loses_the_space_that_it_added(tmp_path: 
             "gives '<x>' the id 999, tokenizer.json 300",
         ),
         ("tokenizer_config.json", {"added_tokens_decoder": {"999": {}}}, "added token 999 .* has no content"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"a": {}}},
+            "has the key 'a'; it must be a token id",
+        ),
+        ("tokenizer_config.json", "[" * 100_000, "nested too deeply"),
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id must be token ids; got '2'"),
         ("config.json", {"eos_token_id": [1, -1]}, r"eos_token_id must be token ids; got \[1, -1\]"),
         ("generation_config.json", "\ufeff{", "not valid JSON"),
@@ -202,6 +208,14 @@ def test_a_file_that_is_not_as_it_must_be_is_named(
         load_tokenizer(directory)
     assert str(directory) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"ab\xff")
+    with pytest.raises(
+        TokenizerError, match=r"chat_template\.jinja: not UTF-8 \(invalid start byte at byte 2\)"
+    ):
+        load_tokenizer(directory)
 
 
 def test_text_that_utf8_cannot_hold_is_refused(smollm2: Tokenizer) -> None:

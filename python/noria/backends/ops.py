@@ -5,9 +5,12 @@ may run the ops as they come, or record them once and run the recording.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+    from noria.models.config import RopeConfig
 
 A = TypeVar("A")
 """An activation: what an op makes and the next one takes."""
@@ -26,6 +29,34 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a token of a layer attends to, and how scores are made.
+
+    Attributes:
+        scale: of q · k.
+        window: a token sees this many, itself included; None: all that its row has.
+        softcap: scaled scores s become `softcap * tanh(s / softcap)`; None: they stay.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rope(Generic[Pco]):
+    """A rotary embedding.
+
+    Attributes:
+        frequencies: radians per position, `[rotary_dim / 2]`; a head's first `rotary_dim` dimensions rotate.
+        scale: of the cosines and sines.
+    """
+
+    frequencies: Pco
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +83,14 @@ class StepInputs:
         num_padding_tokens: the last tokens, which are stored nowhere and whose attention is zero.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    context_lens: torch.Tensor
-    row_seats: torch.Tensor
-    block_tables: torch.Tensor
-    logits_indices: torch.Tensor
+    input_ids: "torch.Tensor"
+    positions: "torch.Tensor"
+    slot_mapping: "torch.Tensor"
+    cu_seqlens_q: "torch.Tensor"
+    context_lens: "torch.Tensor"
+    row_seats: "torch.Tensor"
+    block_tables: "torch.Tensor"
+    logits_indices: "torch.Tensor"
     num_tokens: int
     num_rows: int
     num_decode_rows: int
@@ -77,11 +108,11 @@ class Weights(Protocol[Pco, Lco]):
     def table(self, name: str, rows: int, columns: int) -> Pco:
         """An embedding table, `[rows, columns]`."""
 
-    def vector(self, name: str, size: int) -> Pco:
-        """A vector, `[size]`."""
+    def vector(self, name: str, size: int, *, plus_one: bool = False) -> Pco:
+        """A vector, `[size]`; `plus_one`: with 1 added, and float32 at least."""
 
-    def rope_frequencies(self) -> Pco:
-        """Radians per position, `[head_dim / 2]`."""
+    def rope(self, rope: "RopeConfig") -> Rope[Pco]:
+        """A rotary embedding, its frequencies float32 at least."""
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Lco:
         """Linear maps of one input as one: `parts` are (module name, out_features), stacked in order."""
@@ -96,26 +127,45 @@ class Ops(Protocol[A, P, L]):
     def embed(self, table: P) -> A:
         """The table's rows of this step's tokens, `[num_tokens, hidden_size]`."""
 
+    def scale(self, x: A, factor: float) -> A:
+        """`x * factor`, the factor rounded to x's dtype first; may change `x`."""
+
     def linear(self, x: A, weights: L) -> A:
         """`x @ weight.T (+ bias)`."""
 
     def rms_norm(self, x: A, weight: P, eps: float) -> A:
-        """`x / sqrt(mean(x ** 2) + eps) * weight`, accumulated in float32 at least."""
+        """`x / sqrt(mean(x ** 2) + eps) * weight`, accumulated in float32 at least.
+
+        A weight of x's dtype is applied after rounding to it, a wider one before.
+        """
+
+    def qk_norm(self, qkv: A, q_weight: P, k_weight: P, eps: float, heads: Heads) -> A:
+        """`rms_norm` of each head of q and of k, `[head_dim]`; may change `qkv`."""
 
     def add(self, x: A, y: A) -> A:
         """`x + y`."""
 
-    def rope(self, qkv: A, frequencies: P, heads: Heads) -> A:
-        """Rotates q and k by their positions, a head's first half with its second; may change `qkv`."""
+    def rope(self, qkv: A, rope: Rope[P], heads: Heads) -> A:
+        """Rotates q and k by their positions; may change `qkv`.
 
-    def attention(self, qkv: A, layer: int, heads: Heads) -> A:
+        The first half of a head's `rotary_dim` dimensions rotates with the second; the others stay.
+        """
+
+    def attention(self, qkv: A, layer: int, heads: Heads, scope: Scope) -> A:
         """Stores k and v, then attends: `[num_tokens, num_heads * head_dim]`.
 
-        A token sees what its row has in the cache up to and including itself. Padding gives zeros.
+        A token sees what its row has in the cache up to and including itself, within the scope's window.
+        Padding gives zeros.
         """
 
     def silu_mul(self, gate_up: A) -> A:
         """`silu(gate) * up` of the two halves of each row."""
 
+    def gelu_mul(self, gate_up: A) -> A:
+        """`gelu(gate) * up` of the two halves of each row; gelu by its tanh formula."""
+
     def logits(self, x: A, head: L) -> A:
         """`[num_logits, vocab_size]` of the tokens whose logits are wanted; float32 at least."""
+
+    def softcap(self, x: A, cap: float) -> A:
+        """`cap * tanh(x / cap)`; may change `x`."""

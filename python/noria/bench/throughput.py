@@ -6,6 +6,7 @@ batching makes the same number of tokens for each request.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from noria import _core
 from noria.bench.workload import Workload
 from noria.engine import Engine, start_engine
-from noria.errors import ConfigError, NoriaError
+from noria.errors import ConfigError, NoriaError, RejectedError
 from noria.interrupts import HeldInterrupts
 from noria.outputs import Events
 from noria.runner.base import SeatInit
@@ -147,6 +148,7 @@ def run_throughput(
     workload: Workload,
     *,
     repeat: int = 0,
+    on_start: Callable[[], None] | None = None,
     on_events: OnEvents | None = None,
 ) -> ThroughputRun:
     """Runs the workload once in a fresh engine, after a short warm-up.
@@ -156,10 +158,11 @@ def run_throughput(
         config: of the engine; its `batching` is what is measured.
         workload: what is asked.
         repeat: kept in the result.
+        on_start: called when all is submitted and the first step is about to run.
         on_events: called after each turn; its time counts as wall time.
 
     Raises:
-        RejectedError: a request does not fit the KV cache.
+        ConfigError: a request does not fit the KV cache; the text names the entry (from 0).
         NoriaError: a request ended otherwise than by its length.
     """
     engine = start(config)
@@ -169,7 +172,10 @@ def run_throughput(
             before = engine.stats()
             log = _EventLog()
             started = perf_counter()
-            _submit_all(engine, workload)
+            for number, request in enumerate(workload.requests):
+                _submit(engine, number, request.prompt_token_ids, request.max_tokens)
+            if on_start is not None:
+                on_start()
             while engine.has_work:
                 interrupts.raise_pending()
                 events = engine.turn()
@@ -184,10 +190,12 @@ def run_throughput(
     return _result(config.batching, repeat, workload, stats, log.latencies(workload, started))
 
 
-def _submit_all(engine: Engine, workload: Workload) -> None:
-    for number, request in enumerate(workload.requests):
-        init = SeatInit(_greedy(request.max_tokens), number, len(request.prompt_token_ids))
-        engine.submit(request.prompt_token_ids, init, request.max_tokens)
+def _submit(engine: Engine, number: int, prompt: npt.NDArray[np.int32], max_tokens: int) -> None:
+    init = SeatInit(_greedy(max_tokens), number, len(prompt))
+    try:
+        engine.submit(prompt, init, max_tokens)
+    except RejectedError as error:
+        raise ConfigError(f"workload entry {number}: {error}", name="workload", value=number) from None
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
@@ -196,11 +204,9 @@ def _greedy(max_tokens: int) -> SamplingParams:
 
 def _warm_up(engine: Engine, workload: Workload) -> None:
     """A few tokens of throw-away requests: the first steps of a process pay for what later ones reuse."""
-    for request in workload.requests[:_WARM_UP_PROMPTS]:
-        max_tokens = min(_WARM_UP_TOKENS, request.max_tokens)
+    for number, request in enumerate(workload.requests[:_WARM_UP_PROMPTS]):
         # Reversed, so that no prompt of the workload is found in the prefix cache (it is reset as well).
-        prompt = request.prompt_token_ids[::-1]
-        engine.submit(prompt, SeatInit(_greedy(max_tokens), 0, len(prompt)), max_tokens)
+        _submit(engine, number, request.prompt_token_ids[::-1], min(_WARM_UP_TOKENS, request.max_tokens))
     while engine.has_work:
         engine.turn()
     engine.reset_prefix_cache()
@@ -319,7 +325,8 @@ def run_batchings(
     runs: list[ThroughputRun] = []
     for repeat in range(num_repeats):
         for config in configs:
-            if on_run is not None:
-                on_run(config.batching, repeat)
-            runs.append(run_throughput(start, config, workload, repeat=repeat, on_events=on_events))
+            on_start = None if on_run is None else partial(on_run, config.batching, repeat)
+            runs.append(
+                run_throughput(start, config, workload, repeat=repeat, on_start=on_start, on_events=on_events)
+            )
     return runs

@@ -18,6 +18,8 @@ DEFAULT_PROMPT_LENGTHS = LogNormalLengths(median=64, sigma=0.6, low=16, high=256
 
 _FIELDS = ("prompt_token_ids", "max_tokens")
 _MAX_ID = 2**31 - 1
+_MAX_REQUESTS = 1_000_000
+"""Their ids are all in memory: a million of the usual length are 300 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +108,20 @@ def synthetic_workload(
     one distribution leaves the others as they were.
 
     Raises:
-        ConfigError: `num_requests` is below 1, `seed` below 0, or `vocab_size` below 2.
+        ConfigError: `num_requests` is not 1 to 1,000,000, `seed` is below 0, or `vocab_size` is not 2 to
+            2**31 - 1.
     """
-    if num_requests < 1:
+    if not 1 <= num_requests <= _MAX_REQUESTS:
         raise ConfigError(
-            f"num_requests is {num_requests}; it must be 1 or more", name="num_requests", value=num_requests
+            f"num_requests is {num_requests}; it must be 1 to {_MAX_REQUESTS}",
+            name="num_requests",
+            value=num_requests,
         )
     if seed < 0:
         raise ConfigError(f"seed is {seed}; it must be 0 or more", name="seed", value=seed)
-    if vocab_size < 2:
+    if not 2 <= vocab_size <= _MAX_ID:
         raise ConfigError(
-            f"vocab_size is {vocab_size}; it must be 2 or more", name="vocab_size", value=vocab_size
+            f"vocab_size is {vocab_size}; it must be 2 to {_MAX_ID}", name="vocab_size", value=vocab_size
         )
     outputs = output_lengths.sample(np.random.default_rng(seed), num_requests)
     prompts = prompt_lengths.sample(np.random.default_rng([seed, 1]), num_requests)

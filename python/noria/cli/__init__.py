@@ -9,6 +9,7 @@ from noria.errors import NoriaError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_OUTPUT_LOST = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0; 2 for a bad flag, file or model (one line on stderr); 130 after Ctrl-C.
+        The exit code: 0; 1 if what was to be written could not be; 2 for a bad flag, file or model (one
+        line on stderr); 130 after Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         # A model may say what the terminal's encoding cannot: a question mark there, not a traceback.
@@ -29,10 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has left (`noria ... | head`). Python flushes stdout once more at exit: give it a sink.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        # The reader has left (`noria ... | head`), or the disk is full. Python flushes stdout once more at
+        # exit: give it a sink.
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        return EXIT_OUTPUT_LOST
 
 
 def _run(words: list[str]) -> int:
@@ -47,7 +53,8 @@ def _run(words: list[str]) -> int:
 
     try:
         build_app()(words, exit_on_error=False, print_error=False, result_action="return_value")
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by `>&-`
+            sys.stdout.flush()
     except CycloptsError as error:
         return _complain(f"{error} Try --help.")
     except NoriaError as error:

@@ -116,6 +116,14 @@ def throughput(
         raise ConfigError(
             "give a MODEL, or --null-runner to count steps without one", name="MODEL", value=None
         )
+    if null_runner:
+        for flag, value in (("--dtype", model_flags.dtype), ("--device", model_flags.device)):
+            if value != "auto":
+                raise ConfigError(
+                    f"{flag} is {value}; --null-runner computes nothing: leave {flag} out",
+                    name=flag,
+                    value=value,
+                )
     loaded = _load(model, null_runner, vocab_size, workload_flags, model_flags)
     configs = [
         _engine_config(model or "null", name, engine_flags, model_flags, loaded.max_model_len)

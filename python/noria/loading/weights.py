@@ -5,10 +5,11 @@ from typing import Protocol
 
 import torch
 
+from noria.backends.ops import Rope
 from noria.backends.torch.linear import Linear, LinearKernel
 from noria.errors import ModelError
-from noria.models.config import ModelConfig
-from noria.models.rope import inverse_frequencies
+from noria.models.config import ModelConfig, RopeConfig
+from noria.models.rope import inverse_frequencies, rotation_scale
 
 
 class WeightSource(Protocol):
@@ -40,14 +41,15 @@ class TorchWeights:
         dtype: torch.dtype,
         device: torch.device,
         kernel: LinearKernel,
-        frequency_factors: torch.Tensor | None = None,
+        max_model_len: int,
     ) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
         self._device = device
         self._kernel = kernel
-        self._frequency_factors = frequency_factors
+        self._max_model_len = max_model_len
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
 
@@ -56,17 +58,16 @@ class TorchWeights:
         self._tables[name] = self._stacked([(name, (rows, columns))])
         return self._tables[name]
 
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        """A vector, `[size]`."""
+    def vector(self, name: str, size: int, *, plus_one: bool = False) -> torch.Tensor:
+        """A vector, `[size]`; with 1 added it is float32 at least, as it is applied before rounding."""
+        if plus_one:
+            return self._stacked([(name, (size,))], self._wide).add_(1)
         return self._stacked([(name, (size,))])
 
-    def rope_frequencies(self) -> torch.Tensor:
-        """`[head_dim / 2]`, float64 in a float64 model, else float32."""
-        dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
-        frequencies = inverse_frequencies(self._config.rope, self._config.head_dim, dtype)
-        if self._frequency_factors is not None:
-            frequencies = frequencies / self._frequency_factors
-        return frequencies.to(self._device)
+    def rope(self, rope: RopeConfig) -> Rope[torch.Tensor]:
+        """Frequencies `[rotary_dim / 2]`, float64 in a float64 model, else float32."""
+        frequencies = inverse_frequencies(rope, self._config.rotary_dim, self._wide, self._max_model_len)
+        return Rope(frequencies.to(self._device), rotation_scale(rope))
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:
         """Linear maps of one input as one, stacked in order."""
@@ -101,7 +102,9 @@ class TorchWeights:
                 f"{self._config.architecture} of this configuration{others}"
             )
 
-    def _stacked(self, parts: list[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
+    def _stacked(
+        self, parts: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Tensors of these names and shapes, one below the other."""
         for name, shape in parts:
             found = self._source.shape(name)
@@ -113,7 +116,7 @@ class TorchWeights:
                     f"found {list(found)}"
                 )
         rows = sum(shape[0] for _, shape in parts)
-        stacked = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        stacked = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in parts:
             self._source.copy_into(name, stacked[first : first + shape[0]])

@@ -1,16 +1,15 @@
 """A loaded model, and loading it."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from noria.backends.attention import Attention
-from noria.backends.ops import Ops, StepInputs
+from noria.backends.ops import StepInputs
 from noria.backends.torch.attention import SdpaAttention
-from noria.backends.torch.linear import Linear, chosen_kernel
+from noria.backends.torch.linear import chosen_kernel
 from noria.backends.torch.ops import TorchOps
 from noria.errors import ConfigError
 from noria.kv_cache import KvCache
@@ -21,14 +20,8 @@ from noria.loading.gguf_file import GgufFile
 from noria.loading.hf import HfWeights, read_hf_config
 from noria.loading.weights import TorchWeights
 from noria.models.config import ModelConfig
+from noria.models.family import Network
 from noria.models.registry import ARCHITECTURES
-
-
-class Network(Protocol):
-    """A model's parameters and its forward, as a file of `noria.models` gives them."""
-
-    def forward(self, ops: Ops[torch.Tensor, torch.Tensor, Linear]) -> torch.Tensor:
-        """One step's logits, `[num_logits, vocab_size]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,8 @@ class Model:
             Logits `[num_logits, vocab_size]`: float32, or float64 where the model is float64.
         """
         with torch.inference_mode():
-            return self.network.forward(TorchOps(inputs, kv, self.attention))
+            logits: torch.Tensor = self.network.forward(TorchOps(inputs, kv, self.attention))
+            return logits
 
 
 def load_model(
@@ -90,21 +84,21 @@ def load_model(
     if is_gguf(path):
         file = GgufFile(path)
         config = read_gguf_config(file)
-        _check_length(max_model_len, config)
+        length = _length(max_model_len, config)
         with GgufWeights(file, config) as source:
-            has_factors = config.rope.has_frequency_factors
-            factors = source.frequency_factors(config.head_dim // 2) if has_factors else None
-            network = _build(config, TorchWeights(source, config, torch_dtype, device, kernel, factors))
+            weights = TorchWeights(source, config, torch_dtype, device, kernel, length)
+            network = _build(config, weights)
     else:
         config = read_hf_config(path)
-        _check_length(max_model_len, config)
-        with HfWeights(path) as weights:
-            network = _build(config, TorchWeights(weights, config, torch_dtype, device, kernel))
-    length = max_model_len or config.max_position_embeddings
+        length = _length(max_model_len, config)
+        family = ARCHITECTURES[config.architecture]
+        with HfWeights(path, family.hf_prefixes, family.hf_ignored) as tensors:
+            weights = TorchWeights(tensors, config, torch_dtype, device, kernel, length)
+            network = _build(config, weights)
     return Model(config, torch_dtype, reason, device, kernel.reason, length, network, SdpaAttention())
 
 
-def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
+def _length(max_model_len: int | None, config: ModelConfig) -> int:
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
         raise ConfigError(
@@ -112,10 +106,10 @@ def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
             name="max_model_len",
             value=max_model_len,
         )
+    return limit if max_model_len is None else max_model_len
 
 
 def _build(config: ModelConfig, weights: TorchWeights) -> Network:
-    module = importlib.import_module(ARCHITECTURES[config.architecture])
-    network: Network = module.NETWORK(config, weights)
+    network = ARCHITECTURES[config.architecture].network(config, weights)
     weights.check_all_used()
     return network

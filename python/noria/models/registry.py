@@ -1,35 +1,49 @@
-"""Which architectures noria runs, by the names that model files use.
+"""Which families noria runs, by the names that model files use.
 
-A new model is a file beside llama.py and a line here.
+A new family is a file beside llama.py and a line here.
 """
 
 from pathlib import Path
 
 from noria.errors import ModelError
+from noria.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from noria.models.family import Family
 
-ARCHITECTURES = {"LlamaForCausalLM": "noria.models.llama"}
-"""`architectures` of a config.json -> the module whose `NETWORK` builds it; imported when it is needed."""
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    phi3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+)
 
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-"""`general.architecture` of a GGUF file -> the name above."""
+ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
+"""`architectures` of a config.json -> its family."""
+
+GGUF_ARCHITECTURES = {
+    family.gguf_architecture: family for family in reversed(FAMILIES) if family.gguf_architecture
+}
+"""`general.architecture` of a GGUF file -> its family; the first that names it, where two do."""
 
 
-def known_architecture(path: Path, names: list[str]) -> str:
-    """The first of a config.json's architectures that noria runs.
+def known_family(path: Path, names: list[str]) -> Family:
+    """The family of the first of a config.json's architectures that noria runs.
 
     Raises:
         ModelError: it runs none of them.
     """
     for name in names:
         if name in ARCHITECTURES:
-            return name
+            return ARCHITECTURES[name]
     found = ", ".join(repr(name) for name in names) or "none named"
     raise ModelError(f"{path}: architecture {found} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
 
-def known_gguf_architecture(path: Path, name: str) -> str:
-    """As `known_architecture`, for a GGUF file's name of it."""
+def known_gguf_family(path: Path, name: str) -> Family:
+    """As `known_family`, for a GGUF file's name of it."""
     if name not in GGUF_ARCHITECTURES:
-        supported = ", ".join(GGUF_ARCHITECTURES)
+        supported = ", ".join(sorted(GGUF_ARCHITECTURES))
         raise ModelError(f"{path}: GGUF architecture {name!r} is not supported; supported: {supported}")
     return GGUF_ARCHITECTURES[name]

@@ -178,10 +178,13 @@ class StepRunner(Protocol):
     def sample(self, step: int, masks: HostMasks | None = None) -> None:
         """Enqueues the sampling of the step whose forward was enqueued last."""
 
-    def next_result(self, *, block: bool) -> StepResult | None:
+    def next_result(
+        self, *, block: bool, while_waiting: Callable[[], None] | None = None
+    ) -> StepResult | None:
         """The next result, in step order; None if there is none yet and `block` is false.
 
-        After a result with an error nothing runs until `discard_from`.
+        `while_waiting` is called at least once a second of a wait; what it raises ends the wait, and no
+        result is lost. After a result with an error nothing runs until `discard_from`.
         """
 
     def discard_from(self, step: int) -> None:

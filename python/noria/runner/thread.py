@@ -14,15 +14,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from noria.errors import NoriaError
 from noria.runner.base import DeviceLostError, Executor, HostMasks, PendingIds, SeatInit, StepResult
 from noria.runner.step import StepView
 
-# A signal that comes just before a wait for a lock is not seen before the wait ends, so waits are cut: Ctrl-C
-# is heard after this time at the latest.
+# Waits are cut, so that the engine's side looks at Ctrl-C after this time at the latest.
 _SIGNAL_CHECK_S = 1.0
 
 
@@ -122,15 +121,19 @@ class ThreadRunner:
             raise NoriaError(f"step {step} cannot be sampled: its forward is not the last one enqueued")
         self._jobs.put(_Sample(self._tickets[-1], masks))
 
-    def next_result(self, *, block: bool) -> StepResult | None:
+    def next_result(
+        self, *, block: bool, while_waiting: Callable[[], None] | None = None
+    ) -> StepResult | None:
         while True:
             self._require_open()
             try:
                 outcome = self._outcomes.get(block=block, timeout=_SIGNAL_CHECK_S)
             except queue.Empty:
-                if block:
-                    continue
-                return None
+                if not block:
+                    return None
+                if while_waiting is not None:
+                    while_waiting()
+                continue
             if not outcome.ticket.is_cancelled:
                 break
         if self._tickets.pop(0) is not outcome.ticket:

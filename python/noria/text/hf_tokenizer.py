@@ -60,6 +60,8 @@ def _read_json(file: Path) -> Config:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise TokenizerError(f"{file}: not valid JSON ({error})") from error
+    except RecursionError:
+        raise TokenizerError(f"{file}: its JSON is nested too deeply to be read") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{file}: a JSON object was expected, found {type(content).__name__}")
     return content
@@ -78,7 +80,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Config, path: Path) -> No
     if not isinstance(listed, Mapping):
         return
     known = backend.get_added_tokens_decoder()
-    entries = sorted((int(key), entry) for key, entry in listed.items())
+    wrong = [key for key in listed if not (key.isascii() and key.isdigit() and len(key) < 11)]
+    if wrong:
+        raise TokenizerError(
+            f"{path}: added_tokens_decoder of tokenizer_config.json has the key {wrong[0]!r}; "
+            "it must be a token id"
+        )
+    entries = sorted(((int(key), entry) for key, entry in listed.items()), key=lambda item: item[0])
     for token_id, entry in entries:
         if token_id in known:
             continue
@@ -119,7 +127,10 @@ def _ids(file: Path) -> Iterator[int]:
 def _chat_template(path: Path, config: Config) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from error
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
         # Several, by name; the others are for tools and retrieval.

@@ -14,6 +14,7 @@ mod layout;
 use noria_core::{
     EventKind, FinishReason, RECORD_FIELDS, flags, header, replay as replay_recording,
 };
+use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -26,6 +27,9 @@ fn replay(py: Python<'_>, recording: &[u8]) -> PyResult<Vec<u64>> {
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    // NumPy's C interface is looked up by Python code at its first use, where a Ctrl-C would be a panic:
+    // better while this is imported than in a core's first call.
+    PyArray1::<i32>::zeros(module.py(), 0, false);
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<core::Core>()?;
     module.add_class::<core::Plan>()?;

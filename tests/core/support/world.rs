@@ -102,6 +102,8 @@ impl World {
 
     pub(crate) fn plan_with(&mut self, drafts: &Drafts<'_>) -> Planned {
         let now = self.now();
+        // As in a ring: a step counts on nothing that an earlier one left in its buffer.
+        self.buffer.fill(-(now as i32));
         let planned = self.core.plan(now, drafts, &mut self.buffer);
         self.core.check();
         self.ledger

@@ -151,7 +151,9 @@ class InlineRunner:
                 if not self.is_eager:
                     return
 
-    def next_result(self, *, block: bool) -> StepResult | None:
+    def next_result(
+        self, *, block: bool, while_waiting: Callable[[], None] | None = None
+    ) -> StepResult | None:
         if not self.results:
             self._run()
         assert self.results or not block, "the engine waits for a step that was not sampled"

@@ -5,6 +5,9 @@ calls a layer and one long row does not pad all others. A long chunk with a cont
 of queries first: a tile reads only what lies before its end, and masks stay small. A row from its beginning
 on needs no mask.
 
+A layer with a window gathers what its tiles' windows reach, and no more; where no row is longer than the
+window it is attended as if there were none.
+
 A position beyond a row's context reads slot 0, which is zero: what an earlier owner left in a block, be it
 NaN, never reaches a row.
 """
@@ -17,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from noria.backends.ops import StepInputs
+from noria.backends.ops import Scope, StepInputs
 from noria.kv_cache import KvCache
 
 _TILE = 256
@@ -38,16 +41,20 @@ class _Tiles:
         row: which row.
         first: its first token in the stream.
         count: its tokens.
-        start: tokens of the row before it, in this step and in the cache.
+        low: the row's first position that a query of it sees.
+        start: positions from there to its first query.
     """
 
     row: Ints
     first: Ints
     count: Ints
+    low: Ints
     start: Ints
 
     def __getitem__(self, chosen: Ints) -> "_Tiles":
-        return _Tiles(self.row[chosen], self.first[chosen], self.count[chosen], self.start[chosen])
+        return _Tiles(
+            self.row[chosen], self.first[chosen], self.count[chosen], self.low[chosen], self.start[chosen]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,9 @@ class _Group:
     is_causal: bool
     place: slice | _Scattered
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scope: Scope
+    ) -> torch.Tensor:
         """`[R * n, num_heads * head_dim]` of `query` `[num_tokens, num_heads, head_dim]`."""
         _, _, num_kv_heads, head_dim = keys.shape
         num_heads = query.shape[1]
@@ -99,31 +108,49 @@ class _Group:
         if self.max_count == 1:
             # The query heads of one KV head are as many queries of it: K and V are not repeated.
             q = q.reshape(self.num_tiles, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            o = scaled_dot_product_attention(
-                q, k, v, self.mask
-            )  # [R, num_kv_heads, heads / kv_heads, head_dim]
+            o = self._attended(q, k, v, scope)  # [R, num_kv_heads, heads / kv_heads, head_dim]
             return o.reshape(self.num_tiles, num_heads * head_dim)
         q = q.reshape(self.num_tiles, self.max_count, num_heads, head_dim).transpose(1, 2)
-        o = scaled_dot_product_attention(
-            q, k, v, self.mask, is_causal=self.is_causal, enable_gqa=num_heads != num_kv_heads
-        )  # [R, num_heads, n, head_dim]
+        o = self._attended(q, k, v, scope)  # [R, num_heads, n, head_dim]
         return o.transpose(1, 2).reshape(self.num_tiles * self.max_count, num_heads * head_dim)
 
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scope: Scope) -> torch.Tensor:
+        """`[R, heads of q, queries, head_dim]`; K and V may have fewer heads."""
+        is_grouped = q.shape[1] != k.shape[1]
+        if scope.softcap is None:
+            return scaled_dot_product_attention(
+                q, k, v, self.mask, is_causal=self.is_causal, scale=scope.scale, enable_gqa=is_grouped
+            )
+        # Which torch's own kernels know nothing of. Scores in float32 at least, as their softmax is.
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.matmul(q, k.transpose(2, 3)).mul_(scope.scale / scope.softcap).tanh_()
+        scores = scores.mul_(scope.softcap)
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        if self.mask is not None:
+            wide = wide + self.mask
+        elif self.is_causal:
+            hidden = torch.ones(wide.shape[2:], dtype=torch.bool, device=wide.device).triu_(1)
+            wide = wide.masked_fill(hidden, -torch.inf)
+        return torch.matmul(wide.softmax(-1).to(v.dtype), v)
 
-class SdpaStep:
-    """A step's groups; see `noria.backends.attention.StepAttention`."""
+
+class _Plan:
+    """The groups of a step for one window."""
 
     def __init__(self, groups: list[_Group], num_tokens: int) -> None:
         self._groups = groups
         self._covers_all = len(groups) == 1 and groups[0].place == slice(0, num_tokens)
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scope: Scope
+    ) -> torch.Tensor:
         """`[num_tokens, num_heads * head_dim]`; tokens of no group (an empty context) get zeros."""
         if self._covers_all:
-            return self._groups[0].attend(query, keys, values)
+            return self._groups[0].attend(query, keys, values, scope)
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self._groups:
-            result = group.attend(query, keys, values)
+            result = group.attend(query, keys, values, scope)
             if isinstance(group.place, slice):
                 out[group.place] = result
             else:
@@ -131,50 +158,81 @@ class SdpaStep:
         return out
 
 
+class SdpaStep:
+    """A step, grouped anew for each window; see `noria.backends.attention.StepAttention`.
+
+    Lengths are read on the host, so on a GPU a step with anything but decode rows waits for the device.
+    """
+
+    def __init__(self, inputs: StepInputs, kv: KvCache) -> None:
+        keys, _ = kv.layer(0)
+        self._inputs = inputs
+        self._dtype = kv.dtype
+        self._max_slots = max(1, _GATHER_BYTES // (keys.shape[2] * keys.shape[3] * keys.element_size()))
+        is_decode = inputs.num_decode_rows == inputs.num_rows
+        self._lengths: tuple[Ints, Ints] | None = None
+        if inputs.context_lens.device.type == "cpu" or not is_decode:
+            self._lengths = _host(inputs.cu_seqlens_q), _host(inputs.context_lens)
+        self._plans: dict[int | None, _Plan] = {}
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scope: Scope
+    ) -> torch.Tensor:
+        """`[num_tokens, num_heads * head_dim]`."""
+        # A window that no row outgrows hides nothing.
+        is_wide = scope.window is None or scope.window >= self._inputs.max_context
+        window = None if is_wide else scope.window
+        if window not in self._plans:
+            self._plans[window] = _Plan(self._groups(window), self._inputs.num_tokens)
+        return self._plans[window].attend(query, keys, values, scope)
+
+    def _groups(self, window: int | None) -> list[_Group]:
+        inputs = self._inputs
+        if self._lengths is None:
+            num_rows = inputs.num_rows
+            longest = inputs.max_context if window is None else window
+            size = max(1, self._max_slots // max(longest, 1))
+            return [
+                _decode_group(inputs, self._dtype, slice(at, min(at + size, num_rows)), window)
+                for at in range(0, num_rows, size)
+            ]
+        tiles = _tiles(*self._lengths, window)
+        return [
+            _group(inputs, self._dtype, tiles[chosen], window) for chosen in _grouped(tiles, self._max_slots)
+        ]
+
+
 class SdpaAttention:
     """See `noria.backends.attention.Attention`."""
 
     def begin(self, inputs: StepInputs, kv: KvCache) -> SdpaStep:
-        """Groups a step's rows.
-
-        Lengths are read on the host, so on a GPU a step with anything but decode rows waits for the device.
-        """
-        keys, _ = kv.layer(0)
-        max_slots = max(1, _GATHER_BYTES // (keys.shape[2] * keys.shape[3] * keys.element_size()))
-        num_rows = inputs.num_rows
-        if inputs.context_lens.device.type != "cpu" and inputs.num_decode_rows == num_rows:
-            rows = np.arange(num_rows, dtype=np.int64)
-            size = max(1, max_slots // max(inputs.max_context, 1))
-            groups = [
-                _decode_group(inputs, kv.dtype, slice(at, min(at + size, num_rows)))
-                for at in range(0, len(rows), size)
-            ]
-            return SdpaStep(groups, inputs.num_tokens)
-        tiles = _tiles(
-            inputs.cu_seqlens_q.cpu().numpy().astype(np.int64),
-            inputs.context_lens.cpu().numpy().astype(np.int64),
-        )
-        groups = [_group(inputs, kv.dtype, tiles[chosen]) for chosen in _grouped(tiles, max_slots)]
-        return SdpaStep(groups, inputs.num_tokens)
+        """A step's attention."""
+        return SdpaStep(inputs, kv)
 
 
 def _host(lengths: torch.Tensor) -> Ints:
     return lengths.cpu().numpy().astype(np.int64)
 
 
-def _tiles(cu_seqlens_q: Ints, context_lens: Ints) -> _Tiles:
+def _tiles(cu_seqlens_q: Ints, context_lens: Ints, window: int | None) -> _Tiles:
     """Cuts rows in tiles; rows without tokens or without a context have none."""
     counts = np.where(context_lens > 0, np.diff(cu_seqlens_q), 0)
-    size = np.where(context_lens > counts, _TILE, np.maximum(counts, 1))  # of a row's tiles
+    is_whole = context_lens == counts
+    if window is not None:
+        is_whole &= counts <= window
+    size = np.where(is_whole, np.maximum(counts, 1), _TILE)  # of a row's tiles
     num_tiles = -(-counts // size)
     row = np.repeat(np.arange(len(counts)), num_tiles)
     place = np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)  # in its row
     before = place * size[row]
+    start = context_lens[row] - counts[row] + before
+    low = np.zeros_like(start) if window is None else np.maximum(start - (window - 1), 0)
     return _Tiles(
         row=row,
         first=cu_seqlens_q[row] + before,
         count=np.minimum(counts[row] - before, size[row]),
-        start=context_lens[row] - counts[row] + before,
+        low=low,
+        start=start - low,
     )
 
 
@@ -198,7 +256,7 @@ def _grouped(tiles: _Tiles, max_slots: int) -> Iterator[Ints]:
             yield members[at : at + size]
 
 
-def _group(inputs: StepInputs, dtype: torch.dtype, tiles: _Tiles) -> _Group:
+def _group(inputs: StepInputs, dtype: torch.dtype, tiles: _Tiles, window: int | None) -> _Group:
     device = inputs.positions.device
     num_tiles, n = len(tiles.row), int(tiles.count.max())
     contexts = tiles.start + tiles.count
@@ -207,11 +265,13 @@ def _group(inputs: StepInputs, dtype: torch.dtype, tiles: _Tiles) -> _Group:
     def moved(values: Ints) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    is_causal = n > 1 and not tiles.start.any()
+    is_hiding = window is not None and c > window  # a key is in reach of one query, not of another
+    is_causal = n > 1 and not tiles.start.any() and not is_hiding
     is_masked = not is_causal and not (n == 1 and (contexts == c).all())
     start = moved(tiles.start)
-    slots = _slots(inputs, inputs.row_seats[moved(tiles.row)], moved(contexts), c)
-    mask = _mask(start, n, c, dtype) if is_masked else None
+    low = moved(tiles.low) if tiles.low.any() else None
+    slots = _slots(inputs, inputs.row_seats[moved(tiles.row)], low, moved(contexts), c)
+    mask = _mask(start, n, c, dtype, window if is_hiding else None) if is_masked else None
     if (tiles.first == tiles.first[0] + n * np.arange(num_tiles)).all() and (tiles.count == n).all():
         span = slice(int(tiles.first[0]), int(tiles.first[0]) + num_tiles * n)
         return _Group(num_tiles, n, c, slots, mask, is_causal, span)
@@ -223,29 +283,45 @@ def _group(inputs: StepInputs, dtype: torch.dtype, tiles: _Tiles) -> _Group:
     return _Group(num_tiles, n, c, slots, mask, is_causal, scattered)
 
 
-def _decode_group(inputs: StepInputs, dtype: torch.dtype, rows: slice) -> _Group:
+def _decode_group(inputs: StepInputs, dtype: torch.dtype, rows: slice, window: int | None) -> _Group:
     """Decode rows, one token each, without reading a length on the host."""
     contexts = inputs.context_lens[rows].to(torch.int64)
-    c = inputs.max_context
-    slots = _slots(inputs, inputs.row_seats[rows], contexts, c)
-    mask = _mask(contexts - 1, 1, c, dtype)
+    c, low = inputs.max_context, None
+    if window is not None:
+        c, low = window, (contexts - window).clamp_(min=0)
+        contexts = contexts - low
+    slots = _slots(inputs, inputs.row_seats[rows], low, contexts, c)
+    mask = _mask(contexts - 1, 1, c, dtype, None)
     return _Group(rows.stop - rows.start, 1, c, slots, mask, False, rows)
 
 
-def _slots(inputs: StepInputs, seats: torch.Tensor, contexts: torch.Tensor, c: int) -> torch.Tensor:
-    """`[R * c]`: the slot of each position of each row, 0 from its context on."""
+def _slots(
+    inputs: StepInputs, seats: torch.Tensor, low: torch.Tensor | None, contexts: torch.Tensor, c: int
+) -> torch.Tensor:
+    """`[R * c]`: the slot of each position of each row from its `low` on, 0 from its context on."""
     size = inputs.block_size
-    blocks = inputs.block_tables[seats, : -(-c // size)].to(torch.int64)  # [R, blocks]
-    slots = (blocks[:, :, None] * size + torch.arange(size, device=blocks.device)).flatten(1)[:, :c]
-    return torch.where(torch.arange(c, device=blocks.device) < contexts[:, None], slots, 0).flatten()
+    places = torch.arange(c, device=seats.device)
+    if low is None:
+        blocks = inputs.block_tables[seats, : -(-c // size)].to(torch.int64)  # [R, blocks]
+        slots = (blocks[:, :, None] * size + torch.arange(size, device=seats.device)).flatten(1)[:, :c]
+    else:
+        width = inputs.block_tables.shape[1]
+        positions = low[:, None] + places  # [R, c]
+        columns = torch.div(positions, size, rounding_mode="floor").clamp_(max=width - 1)
+        blocks = inputs.block_tables[seats[:, None], columns].to(torch.int64)
+        slots = blocks * size + positions % size
+    return torch.where(places < contexts[:, None], slots, 0).flatten()
 
 
-def _mask(start: torch.Tensor, n: int, c: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[R, 1, n, c]`: query i of a row sees positions up to start + i.
+def _mask(start: torch.Tensor, n: int, c: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
+    """`[R, 1, n, c]`: query i of a row sees positions up to start + i, or the last `window` of them.
 
     Padding queries see some too, if only zeros: no softmax is empty, so none is NaN.
     """
     device = start.device
     last_seen = start[:, None, None, None] + torch.arange(n, device=device)[:, None]  # [R, 1, n, 1]
-    is_hidden = torch.arange(c, device=device) > last_seen
+    places = torch.arange(c, device=device)
+    is_hidden = places > last_seen
+    if window is not None:
+        is_hidden |= places <= last_seen - window
     return torch.zeros(is_hidden.shape, dtype=dtype, device=device).masked_fill_(is_hidden, -torch.inf)
