@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+BACKENDS = ("auto", "torch", "cpu")
 BATCHINGS = ("continuous", "padded", "gang")
 
 # `batching` says what a user sees, `admission` what the core does.
@@ -30,6 +31,8 @@ class EngineConfig:
         dtype: of weights and KV: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
             bfloat16 where the hardware computes it, else float32.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:<n>`.
+        backend: which ops run: `torch`, `cpu` (noria-cpu's own kernels and threads) or `auto`: cpu on a CPU,
+            in a dtype that it computes.
         max_model_len: tokens of a request, prompt and output together; None: as many as the model
             was made for and the KV cache can hold.
         max_num_seqs: seats: requests that run at once.
@@ -52,6 +55,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     device: str = "auto"
+    backend: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -70,6 +74,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("backend", self.backend, BACKENDS)
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("batching", self.batching, BATCHINGS)
         _require_bool("enable_prefix_caching", self.enable_prefix_caching)

@@ -94,6 +94,7 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
+        backend: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -114,6 +115,7 @@ class LLM:
             model=str(model),
             dtype=dtype,
             device=device,
+            backend=backend,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -145,11 +147,12 @@ class LLM:
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             device=where,
             max_model_len=max_model_len,
+            backend=self.config.backend,
         )
         self.resolved_config = self.config.resolve(
             self.model.config, self.model.dtype, kv_memory_budget(where)
         )
-        for note in self.resolved_config.notes:
+        for note in (f"backend: {self.model.backend_reason}", *self.resolved_config.notes):
             print(note, file=sys.stderr)
         self._eos_token_ids = set(self.model.config.eos_token_ids)
         if self.tokenizer is not None:

@@ -1,1 +1,6 @@
-//! Tests of noria-cpu.
+//! noria-cpu against plain double-precision references, on each instruction set that the machine has.
+
+mod attention;
+mod products;
+mod programs;
+mod support;

@@ -20,6 +20,7 @@ MODEL_HELP = (
 )
 
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Backend = Literal["auto", "torch", "cpu"]
 Policy = Literal["fcfs", "priority"]
 
 
@@ -35,6 +36,12 @@ class ModelFlags:
         ),
     ] = "auto"
     device: Annotated[str, Parameter(help="Where the model runs: auto, cpu, cuda or cuda:N.")] = "auto"
+    backend: Annotated[
+        Backend,
+        Parameter(
+            help="Which kernels: torch, cpu (noria's own), or auto: cpu where the model runs on a CPU."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None,
         Parameter(

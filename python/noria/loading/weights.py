@@ -1,15 +1,24 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from noria.backends.ops import Rope
-from noria.backends.torch.linear import Linear, LinearKernel
 from noria.errors import ModelError
 from noria.models.config import ModelConfig, RopeConfig
 from noria.models.rope import inverse_frequencies, rotation_scale
+
+L = TypeVar("L")
+Lco = TypeVar("Lco", covariant=True)
+
+
+class LinearLayout(Protocol[Lco]):
+    """How a backend lays linear maps out."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Lco:
+        """Lays a map out: weight `[out_features, in_features]`, bias `[out_features]` or None."""
 
 
 class WeightSource(Protocol):
@@ -28,7 +37,7 @@ class WeightSource(Protocol):
         """Converts a tensor into `out`, contiguous and of the same shape."""
 
 
-class TorchWeights:
+class TorchWeights(Generic[L]):
     """Parameters as the torch backend takes them; see `noria.backends.ops.Weights`.
 
     Nothing is allocated before the file's shape is known to be the one that the configuration asks for.
@@ -40,7 +49,7 @@ class TorchWeights:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: LinearKernel,
+        kernel: LinearLayout[L],
         max_model_len: int,
     ) -> None:
         self._source = source
@@ -69,13 +78,13 @@ class TorchWeights:
         frequencies = inverse_frequencies(rope, self._config.rotary_dim, self._wide, self._max_model_len)
         return Rope(frequencies.to(self._device), rotation_scale(rope))
 
-    def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:
+    def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> L:
         """Linear maps of one input as one, stacked in order."""
         weight = self._stacked([(f"{name}.weight", (size, in_features)) for name, size in parts])
         bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
         return self._kernel.linear(weight, bias)
 
-    def tied_linear(self, name: str, out_features: int, in_features: int) -> Linear:
+    def tied_linear(self, name: str, out_features: int, in_features: int) -> L:
         """A linear map that shares an embedding table.
 
         A head that the file carries all the same is dropped if it equals the table, and is the head if not.

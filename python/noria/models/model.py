@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from noria._core import CpuBuilder
 from noria.backends.attention import Attention
+from noria.backends.choice import chosen_backend
+from noria.backends.cpu.linear import CpuLinears
+from noria.backends.cpu.ops import RecordingOps
+from noria.backends.cpu.program import RecordedForward
+from noria.backends.cpu.threads import chosen_threads
 from noria.backends.ops import StepInputs
 from noria.backends.torch.attention import SdpaAttention
 from noria.backends.torch.linear import chosen_kernel
@@ -35,8 +41,11 @@ class Model:
         device: where it runs.
         linear_kernel: a clause that says how linear maps are multiplied, and why.
         max_model_len: the longest context it will be run with, in tokens.
+        backend: which ops run: "torch" or "cpu".
+        backend_reason: a clause that says why.
         network: parameters and forward.
-        attention: the kernel of the attention op.
+        attention: the kernel of the torch backend's attention op.
+        program: the recorded forward; None where the backend is torch.
     """
 
     config: ModelConfig
@@ -45,8 +54,11 @@ class Model:
     device: torch.device
     linear_kernel: str
     max_model_len: int
+    backend: Literal["torch", "cpu"]
+    backend_reason: str
     network: Network
     attention: Attention
+    program: RecordedForward | None
 
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Computes one step; K and V of its tokens are in the cache when it returns.
@@ -54,6 +66,8 @@ class Model:
         Returns:
             Logits `[num_logits, vocab_size]`: float32, or float64 where the model is float64.
         """
+        if self.program is not None:
+            return self.program.run(inputs, kv)
         with torch.inference_mode():
             logits: torch.Tensor = self.network.forward(TorchOps(inputs, kv, self.attention))
             return logits
@@ -65,6 +79,7 @@ def load_model(
     dtype: "torch.dtype | Literal['auto', 'float64', 'float32', 'bfloat16', 'float16']" = "auto",
     device: torch.device,
     max_model_len: int | None = None,
+    backend: str = "torch",
 ) -> Model:
     """Loads a model.
 
@@ -73,20 +88,24 @@ def load_model(
         dtype: what it computes in; "auto": bfloat16 where the hardware computes it, else float32.
         device: where it runs.
         max_model_len: the longest context it will be run with; None: the model's own.
+        backend: which ops run; "auto": cpu where it computes this dtype on this device, else torch.
 
     Raises:
         ModelError: the files are not a whole, well-formed model that noria runs.
-        ConfigError: `max_model_len` exceeds the model's context, or the dtype is none of noria's.
+        ConfigError: `max_model_len` exceeds the model's context, the dtype is none of noria's, or the backend
+            does not compute it there.
     """
     path = Path(path)
     torch_dtype, reason = chosen_dtype(dtype, device)
-    kernel = chosen_kernel(torch_dtype, device)
+    name, backend_reason = chosen_backend(backend, torch_dtype, device)
+    builder = CpuBuilder() if name == "cpu" else None
+    kernel = chosen_kernel(torch_dtype, device) if builder is None else CpuLinears(builder, torch_dtype)
     if is_gguf(path):
         file = GgufFile(path)
         config = read_gguf_config(file)
         length = _length(max_model_len, config)
         with GgufWeights(file, config) as source:
-            weights = TorchWeights(source, config, torch_dtype, device, kernel, length)
+            weights: TorchWeights[Any] = TorchWeights(source, config, torch_dtype, device, kernel, length)
             network = _build(config, weights)
     else:
         config = read_hf_config(path)
@@ -95,7 +114,20 @@ def load_model(
         with HfWeights(path, family.hf_prefixes, family.hf_ignored) as tensors:
             weights = TorchWeights(tensors, config, torch_dtype, device, kernel, length)
             network = _build(config, weights)
-    return Model(config, torch_dtype, reason, device, kernel.reason, length, network, SdpaAttention())
+    program = None if builder is None else _recorded(network, builder)
+    return Model(
+        config=config,
+        dtype=torch_dtype,
+        dtype_reason=reason,
+        device=device,
+        linear_kernel=kernel.reason,
+        max_model_len=length,
+        backend=name,
+        backend_reason=backend_reason,
+        network=network,
+        attention=SdpaAttention(),
+        program=program,
+    )
 
 
 def _length(max_model_len: int | None, config: ModelConfig) -> int:
@@ -109,7 +141,12 @@ def _length(max_model_len: int | None, config: ModelConfig) -> int:
     return limit if max_model_len is None else max_model_len
 
 
-def _build(config: ModelConfig, weights: TorchWeights) -> Network:
+def _recorded(network: Network, builder: CpuBuilder) -> RecordedForward:
+    result = network.forward(RecordingOps(builder))
+    return RecordedForward(builder.build(result, num_threads=chosen_threads()[0]))
+
+
+def _build(config: ModelConfig, weights: "TorchWeights[Any]") -> Network:
     network = ARCHITECTURES[config.architecture].network(config, weights)
     weights.check_all_used()
     return network

@@ -114,8 +114,26 @@ impl CpuBuilder {
         Ok(self.get()?.softcap(Value(x), cap).0)
     }
 
-    fn rope(&mut self, qkv: usize, frequencies: usize, heads: (usize, usize, usize)) -> PyResult<usize> {
-        Ok(self.get()?.rope(Value(qkv), VectorId(frequencies), as_heads(heads)).0)
+    fn qk_norm(
+        &mut self,
+        qkv: usize,
+        q_weight: usize,
+        k_weight: usize,
+        eps: f32,
+        heads: (usize, usize, usize),
+    ) -> PyResult<usize> {
+        let (q_weight, k_weight) = (VectorId(q_weight), VectorId(k_weight));
+        Ok(self.get()?.qk_norm(Value(qkv), q_weight, k_weight, eps, as_heads(heads)).0)
+    }
+
+    fn rope(
+        &mut self,
+        qkv: usize,
+        frequencies: usize,
+        scale: f32,
+        heads: (usize, usize, usize),
+    ) -> PyResult<usize> {
+        Ok(self.get()?.rope(Value(qkv), VectorId(frequencies), scale, as_heads(heads)).0)
     }
 
     #[pyo3(signature = (qkv, layer, heads, *, scale, window, softcap))]

@@ -12,9 +12,10 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::kernels::Kernels;
 use crate::memory::{Buffer, Rows};
 use crate::simd::{Bf16, Element, Simd};
-use crate::tile::{self, Product};
+use crate::tile::Product;
 
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
@@ -108,7 +109,9 @@ impl Scratch {
     /// For heads of these shapes.
     pub(crate) fn new(heads: impl Iterator<Item = Heads>) -> Scratch {
         let size = heads.map(|heads| Layout::of(heads).size).max().unwrap_or(0);
-        Scratch { buffer: Buffer::zeroed(size) }
+        Scratch {
+            buffer: Buffer::zeroed(size),
+        }
     }
 }
 
@@ -135,12 +138,23 @@ impl Layout {
         let values = keys + dim * TILE;
         let maxima = values + dim * TILE;
         let totals = maxima + rows;
-        Layout { queries: 0, sums, scores, keys, values, maxima, totals, size: totals + rows }
+        Layout {
+            queries: 0,
+            sums,
+            scores,
+            keys,
+            values,
+            maxima,
+            totals,
+            size: totals + rows,
+        }
     }
 }
 
 /// One unit's work with one KV head.
 pub(crate) struct Attend<'a> {
+    /// Of the same instruction set.
+    pub(crate) kernels: &'static Kernels,
     pub(crate) unit: Unit,
     pub(crate) heads: Heads,
     pub(crate) kv_head: usize,
@@ -204,7 +218,10 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
         totals: base.add(layout.totals),
     };
     for r in 0..w.num_rows {
-        let from = a.qkv.at(a.unit.token + r / group).add((a.kv_head * group + r % group) * dim);
+        let from = a
+            .qkv
+            .at(a.unit.token + r / group)
+            .add((a.kv_head * group + r % group) * dim);
         for d in 0..dim {
             *w.queries.add(r * dim + d) = *from.add(d) * a.options.scale;
             *w.sums.add(r * dim + d) = 0.0;
@@ -215,7 +232,10 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
     let last = a.unit.position + a.unit.num_queries; // one beyond what the last query sees
     let to = a.unit.keys_to.min(last);
     let from = match a.options.window {
-        Some(window) => a.unit.keys_from.max((a.unit.position + 1).saturating_sub(window)),
+        Some(window) => a
+            .unit
+            .keys_from
+            .max((a.unit.position + 1).saturating_sub(window)),
         None => a.unit.keys_from,
     };
     let mut at = from;
@@ -248,7 +268,7 @@ unsafe fn tile_of_keys<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usiz
             next: std::ptr::null(),
             next_bytes: 0,
         };
-        tile::block::<S, f32>(product, w.num_rows, n.next_multiple_of(S::LANES));
+        (a.kernels.block_f32)(&product, w.num_rows, n.next_multiple_of(S::LANES));
     }
     for r in 0..w.num_rows {
         let position = a.unit.position + r / w.group;
@@ -256,7 +276,14 @@ unsafe fn tile_of_keys<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usiz
             Some(window) => (position + 1).saturating_sub(window).max(from),
             None => from,
         };
-        softmax_row::<S>(a, w, r, n, first.min(to) - from, (position + 1).clamp(from, to) - from);
+        softmax_row::<S>(
+            a,
+            w,
+            r,
+            n,
+            first.min(to) - from,
+            (position + 1).clamp(from, to) - from,
+        );
     }
     let product = |w_stride, num_in, x_from: usize| Product {
         x: w.scores.add(x_from).cast_const(),
@@ -278,7 +305,7 @@ unsafe fn tile_of_keys<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usiz
                 w: values.add(slot * token_stride),
                 ..retyped(product(token_stride, count, key - from))
             };
-            tile::block::<S, E>(part, w.num_rows, w.dim);
+            E::block(a.kernels)(&part, w.num_rows, w.dim);
         });
     } else {
         let values = a.values.cast::<E>().add(a.kv_head * w.dim);
@@ -291,8 +318,11 @@ unsafe fn tile_of_keys<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usiz
                 }
             }
         });
-        let whole = Product { w: w.values.cast_const(), ..product(w.dim, n, 0) };
-        tile::block::<S, f32>(whole, w.num_rows, w.dim);
+        let whole = Product {
+            w: w.values.cast_const(),
+            ..product(w.dim, n, 0)
+        };
+        (a.kernels.block_f32)(&whole, w.num_rows, w.dim);
     }
 }
 
@@ -353,7 +383,12 @@ unsafe fn dots<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usize, to: u
 }
 
 #[inline(always)]
-unsafe fn dot<S: Simd, E: Element, const R: usize>(w: &Work, row: usize, k: *const E, out: *mut f32) {
+unsafe fn dot<S: Simd, E: Element, const R: usize>(
+    w: &Work,
+    row: usize,
+    k: *const E,
+    out: *mut f32,
+) {
     let mut sums = [S::splat(0.0); R];
     let num_whole = w.dim / S::LANES * S::LANES;
     let mut d = 0;
@@ -440,7 +475,11 @@ unsafe fn softmax_row<S: Simd>(
     }
     let total = w.totals.add(row);
     if new > old {
-        let keep = if old == f32::NEG_INFINITY { 0.0 } else { (old - new).exp() };
+        let keep = if old == f32::NEG_INFINITY {
+            0.0
+        } else {
+            (old - new).exp()
+        };
         *total *= keep;
         let sums = w.sums.add(row * w.dim);
         for d in 0..w.dim {
@@ -474,12 +513,13 @@ unsafe fn finish<S: Simd>(a: &Attend<'_>, w: &Work) {
     if done.fetch_add(1, Ordering::AcqRel) + 1 < part.num_parts {
         return;
     }
-    done.store(0, Ordering::Relaxed); // for the next layer, which begins behind a barrier
+    done.store(0, Ordering::Relaxed); // for the next layer, which begins when this one is done
     let parts = part.first..part.first + part.num_parts;
     for r in 0..w.num_rows {
         let at = |index: usize| a.parts.at(index * num_kv_heads + a.kv_head).add(r * stride);
-        let largest =
-            parts.clone().fold(f32::NEG_INFINITY, |m, index| m.max(*at(index).add(w.dim)));
+        let largest = parts
+            .clone()
+            .fold(f32::NEG_INFINITY, |m, index| m.max(*at(index).add(w.dim)));
         let sums = w.sums.add(r * w.dim);
         for d in 0..w.dim {
             *sums.add(d) = 0.0;

@@ -35,6 +35,14 @@ pub(crate) struct Shape {
     pub(crate) is_logits: bool,
 }
 
+/// Cosines and sines of the step's positions, which layers share.
+struct Rotation {
+    frequencies: VectorId,
+    scale: f32,
+    cos: Value,
+    sin: Value,
+}
+
 /// Parameters, and the ops on them in order.
 ///
 /// # Panics
@@ -47,8 +55,7 @@ pub struct Builder {
     pub(crate) matrices: Vec<Matrix>,
     pub(crate) shapes: Vec<Shape>,
     pub(crate) stages: Vec<Stage>,
-    /// Frequencies, and the values of their cosines and sines.
-    rotations: Vec<(VectorId, Value, Value)>,
+    rotations: Vec<Rotation>,
     num_layers: usize,
     kv_shape: Option<(usize, usize)>,
 }
@@ -82,7 +89,10 @@ impl Builder {
 
     /// Takes an embedding table, `[num_rows, width]`.
     pub fn table(&mut self, numbers: Vec<f32>, width: usize) -> TableId {
-        assert!(width > 0 && numbers.len().is_multiple_of(width), "a table of rows of {width}");
+        assert!(
+            width > 0 && numbers.len().is_multiple_of(width),
+            "a table of rows of {width}"
+        );
         self.tables.push(Table { width, numbers });
         TableId(self.tables.len() - 1)
     }
@@ -95,7 +105,11 @@ impl Builder {
 
     /// Takes a linear map, packed for this builder's instruction set.
     pub fn matrix(&mut self, matrix: Matrix) -> MatrixId {
-        assert_eq!(matrix.width, crate::matrix::panel_width(self.isa), "packed for another CPU");
+        assert_eq!(
+            matrix.width,
+            crate::matrix::panel_width(self.isa),
+            "packed for another CPU"
+        );
         self.matrices.push(matrix);
         MatrixId(self.matrices.len() - 1)
     }
@@ -131,29 +145,57 @@ impl Builder {
 
     fn checked_matrix(&self, x: Value, matrix: MatrixId) -> usize {
         let matrix = &self.matrices[matrix.0];
-        assert_eq!(matrix.num_in, self.shape(x).width, "a matrix of as many inputs as x has columns");
+        assert_eq!(
+            matrix.num_in,
+            self.shape(x).width,
+            "a matrix of as many inputs as x has columns"
+        );
         matrix.num_out
     }
 
     /// `x / sqrt(mean(x²) + eps) · weight`.
     pub fn rms_norm(&mut self, x: Value, weight: VectorId, eps: f32) -> Value {
-        assert_eq!(self.vectors[weight.0].len(), self.shape(x).width, "a weight for each column");
+        assert_eq!(
+            self.vectors[weight.0].len(),
+            self.shape(x).width,
+            "a weight for each column"
+        );
         let out = self.like(x);
         // A sum that has just been made is normed while it is there.
-        if let Some(&Stage::Add { x: a, y: b, out: sum }) = self.stages.last()
+        if let Some(&Stage::Add {
+            x: a,
+            y: b,
+            out: sum,
+        }) = self.stages.last()
             && sum == x
         {
             self.stages.pop();
-            self.stages.push(Stage::AddNorm { x: a, y: b, sum, weight, eps, out });
+            self.stages.push(Stage::AddNorm {
+                x: a,
+                y: b,
+                sum,
+                weight,
+                eps,
+                out,
+            });
         } else {
-            self.stages.push(Stage::Norm { x, weight, eps, out });
+            self.stages.push(Stage::Norm {
+                x,
+                weight,
+                eps,
+                out,
+            });
         }
         out
     }
 
     /// `x + y`.
     pub fn add(&mut self, x: Value, y: Value) -> Value {
-        assert_eq!(self.shape(x).width, self.shape(y).width, "as many columns in both");
+        assert_eq!(
+            self.shape(x).width,
+            self.shape(y).width,
+            "as many columns in both"
+        );
         let out = self.like(x);
         self.stages.push(Stage::Add { x, y, out });
         out
@@ -173,21 +215,78 @@ impl Builder {
         out
     }
 
-    /// Rotates q and k of fused rows by their positions, in place.
-    pub fn rope(&mut self, qkv: Value, frequencies: VectorId, heads: Heads) -> Value {
-        assert_eq!(self.shape(qkv).width, heads.qkv_width(), "columns of q, k and v");
-        assert_eq!(self.vectors[frequencies.0].len() * 2, heads.head_dim, "a frequency for each pair");
-        let known = self.rotations.iter().find(|(known, ..)| *known == frequencies);
-        let (cos, sin) = if let Some(&(_, cos, sin)) = known {
-            (cos, sin)
+    /// `rms_norm` of each head of q and of k, in place.
+    pub fn qk_norm(
+        &mut self,
+        qkv: Value,
+        q_weight: VectorId,
+        k_weight: VectorId,
+        eps: f32,
+        heads: Heads,
+    ) -> Value {
+        assert_eq!(
+            self.shape(qkv).width,
+            heads.qkv_width(),
+            "columns of q, k and v"
+        );
+        let weights = [q_weight, k_weight];
+        for weight in weights {
+            assert_eq!(
+                self.vectors[weight.0].len(),
+                heads.head_dim,
+                "a weight for each dimension"
+            );
+        }
+        self.stages.push(Stage::QkNorm {
+            qkv,
+            weights,
+            eps,
+            heads,
+        });
+        qkv
+    }
+
+    /// Rotates the first dimensions of q's and k's heads by their positions, in place: two for each frequency, in radians
+    /// per position. Cosines and sines are multiplied by `scale`.
+    pub fn rope(&mut self, qkv: Value, frequencies: VectorId, scale: f32, heads: Heads) -> Value {
+        let half = self.vectors[frequencies.0].len();
+        assert_eq!(
+            self.shape(qkv).width,
+            heads.qkv_width(),
+            "columns of q, k and v"
+        );
+        assert!(
+            2 * half <= heads.head_dim,
+            "a frequency for two dimensions of a head"
+        );
+        let known = self.rotations.iter().find(|known| {
+            known.frequencies == frequencies && known.scale.to_bits() == scale.to_bits()
+        });
+        let (cos, sin) = if let Some(known) = known {
+            (known.cos, known.sin)
         } else {
-            let half = heads.head_dim / 2;
             let (cos, sin) = (self.value(half, false), self.value(half, false));
-            self.rotations.push((frequencies, cos, sin));
-            self.stages.push(Stage::Angles { frequencies, cos, sin });
+            self.rotations.push(Rotation {
+                frequencies,
+                scale,
+                cos,
+                sin,
+            });
+            self.stages.push(Stage::Angles {
+                frequencies,
+                scale,
+                cos,
+                sin,
+            });
             (cos, sin)
         };
-        self.stages.push(Stage::Rotate { qkv, cos, sin, heads, stored_layer: None });
+        self.stages.push(Stage::Rotate {
+            qkv,
+            cos,
+            sin,
+            heads,
+            stored_layer: None,
+        });
         qkv
     }
 
@@ -199,20 +298,41 @@ impl Builder {
         heads: Heads,
         options: AttentionOptions,
     ) -> Value {
-        assert_eq!(self.shape(qkv).width, heads.qkv_width(), "columns of q, k and v");
-        assert!(heads.num_heads.is_multiple_of(heads.num_kv_heads), "whole groups of heads");
+        assert_eq!(
+            self.shape(qkv).width,
+            heads.qkv_width(),
+            "columns of q, k and v"
+        );
+        assert!(
+            heads.num_heads.is_multiple_of(heads.num_kv_heads),
+            "whole groups of heads"
+        );
         let kv_shape = (heads.num_kv_heads, heads.head_dim);
-        assert_eq!(*self.kv_shape.get_or_insert(kv_shape), kv_shape, "one KV shape for all layers");
+        assert_eq!(
+            *self.kv_shape.get_or_insert(kv_shape),
+            kv_shape,
+            "one KV shape for all layers"
+        );
         self.num_layers = self.num_layers.max(layer + 1);
         match self.stages.last_mut() {
             // Rotated rows are stored while they are there.
-            Some(Stage::Rotate { qkv: rotated, stored_layer, .. }) if *rotated == qkv => {
+            Some(Stage::Rotate {
+                qkv: rotated,
+                stored_layer,
+                ..
+            }) if *rotated == qkv => {
                 *stored_layer = Some(layer);
             }
             _ => self.stages.push(Stage::Store { qkv, layer, heads }),
         }
         let out = self.value(heads.num_heads * heads.head_dim, false);
-        self.stages.push(Stage::Attend { qkv, layer, heads, options, out });
+        self.stages.push(Stage::Attend {
+            qkv,
+            layer,
+            heads,
+            options,
+            out,
+        });
         out
     }
 
@@ -236,7 +356,11 @@ impl Builder {
         let chosen = self.value(self.shape(x).width, true);
         self.stages.push(Stage::Choose { x, out: chosen });
         let out = self.value(num_out, true);
-        self.stages.push(Stage::Multiply { x: chosen, matrix: head, out });
+        self.stages.push(Stage::Multiply {
+            x: chosen,
+            matrix: head,
+            out,
+        });
         out
     }
 
@@ -247,6 +371,11 @@ impl Builder {
     pub fn build(self, result: Value, num_workers: usize) -> std::io::Result<Program> {
         assert!(self.shape(result).is_logits, "a program's result is logits");
         let (num_layers, kv_shape) = (self.num_layers, self.kv_shape.unwrap_or((0, 0)));
-        Program::new(self, result, [num_layers, kv_shape.0, kv_shape.1], num_workers)
+        Program::new(
+            self,
+            result,
+            [num_layers, kv_shape.0, kv_shape.1],
+            num_workers,
+        )
     }
 }

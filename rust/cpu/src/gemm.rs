@@ -7,11 +7,10 @@
     reason = "kernels: their one contract is that the panel's pointers are valid for its sizes"
 )]
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use crate::kernels::Kernels;
 use crate::matrix::{Format, Matrix};
 use crate::memory::Rows;
+use crate::program::Units;
 use crate::simd::{Bf16, Element, Simd};
 use crate::tile::{self, Product};
 
@@ -60,21 +59,20 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
         next: p.next,
         next_bytes: p.panel_bytes,
     };
-    if p.num_columns == width {
-        tile::rows::<S, E, N>(whole, p.num_rows);
-    } else {
-        // The last panel: the columns beyond the matrix have no place in `out`.
-        let mut row = [0.0f32; MAX_WIDTH];
-        for r in 0..p.num_rows {
-            let one = Product {
-                x: p.x.add(r * p.x_stride),
-                out: row.as_mut_ptr(),
-                next_bytes: 0,
-                ..whole
-            };
-            tile::rows::<S, E, N>(one, 1);
-            let to = p.out.add(r * p.out_stride);
-            to.copy_from_nonoverlapping(row.as_ptr(), p.num_columns);
+    // The last panel's columns beyond the matrix have no place in `out`: there, a row is made beside it.
+    let is_whole = p.num_columns == width;
+    let rows_at_once = if is_whole { p.num_rows } else { 1 };
+    let mut beside = [0.0f32; MAX_WIDTH];
+    for first in (0..p.num_rows).step_by(rows_at_once) {
+        let to = p.out.add(first * p.out_stride);
+        let part = Product {
+            x: p.x.add(first * p.x_stride),
+            out: if is_whole { to } else { beside.as_mut_ptr() },
+            ..whole
+        };
+        tile::rows::<S, E, N>(part, rows_at_once);
+        if !is_whole {
+            to.copy_from_nonoverlapping(beside.as_ptr(), p.num_columns);
         }
     }
     if !p.bias.is_null() {
@@ -90,23 +88,19 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
 ///
 /// # Safety
 /// `x` has `num_rows` rows of `num_in` numbers, `out` as many rows of `num_out`; they do not overlap, and nobody else
-/// uses `out` before a barrier. `taken` is 0 when the first worker comes. The kernels are of the matrix's instruction
-/// set.
+/// uses `out` before all panels are done. The kernels are of the matrix's instruction set.
 pub(crate) unsafe fn multiply(
     kernels: &Kernels,
     x: Rows,
     num_rows: usize,
     matrix: &Matrix,
     out: Rows,
-    taken: &AtomicUsize,
+    units: &Units,
 ) {
-    if num_rows == 0 {
-        return;
-    }
     let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
-    let mut index = taken.fetch_add(1, Ordering::Relaxed);
+    let mut index = units.take();
     while index < matrix.num_panels() {
-        let following = taken.fetch_add(1, Ordering::Relaxed);
+        let following = units.take();
         let first = index * matrix.width;
         let panel = Panel {
             x: x.at(0),
@@ -118,11 +112,16 @@ pub(crate) unsafe fn multiply(
             next: matrix.panel(following),
             panel_bytes: matrix.panel_bytes(),
             num_columns: matrix.width.min(matrix.num_out - first),
-            bias: if bias.is_null() { bias } else { bias.add(first) },
+            bias: if bias.is_null() {
+                bias
+            } else {
+                bias.add(first)
+            },
             out: out.at(0).add(first),
             out_stride: out.stride(),
         };
         (kernels.panel)(&panel);
+        units.finish();
         index = following;
     }
 }

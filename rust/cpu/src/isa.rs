@@ -61,7 +61,10 @@ impl Isa {
 
     /// The widest that this CPU has.
     pub fn widest() -> Isa {
-        *Isa::ALL.iter().rfind(|isa| isa.is_here()).expect("portable is everywhere")
+        *Isa::ALL
+            .iter()
+            .rfind(|isa| isa.is_here())
+            .expect("portable is everywhere")
     }
 
     /// The one that [`ISA_VARIABLE`] names, else the widest.
@@ -84,7 +87,11 @@ impl Isa {
             .into_iter()
             .find(|isa| isa.name() == name)
             .ok_or_else(|| IsaError::Unknown(name.to_owned()))?;
-        if isa.is_here() { Ok(isa) } else { Err(IsaError::Missing(isa)) }
+        if isa.is_here() {
+            Ok(isa)
+        } else {
+            Err(IsaError::Missing(isa))
+        }
     }
 }
 

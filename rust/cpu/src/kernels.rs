@@ -4,16 +4,20 @@ use crate::Isa;
 use crate::attention::{self, Attend, Scratch};
 use crate::gemm::{self, Panel};
 use crate::rowwise;
-use crate::simd;
+use crate::simd::{self, Bf16};
+use crate::tile::{self, Product};
 
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
 /// it.
 pub(crate) struct Kernels {
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
+    /// Multiplies some rows with some columns.
+    pub(crate) block_f32: unsafe fn(&Product<f32>, usize, usize),
+    pub(crate) block_bf16: unsafe fn(&Product<Bf16>, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
-    pub(crate) rms_norm: unsafe fn(&[f32], &[f32], f32, &mut [f32]),
+    pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
     pub(crate) add: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) scale: unsafe fn(f32, &mut [f32]),
     pub(crate) softcap: unsafe fn(f32, &mut [f32]),
@@ -32,6 +36,8 @@ macro_rules! kernels {
 
             pub(super) static KERNELS: Kernels = Kernels {
                 panel,
+                block_f32,
+                block_bf16,
                 attend,
                 rms_norm,
                 add,
@@ -49,14 +55,24 @@ macro_rules! kernels {
                 unsafe { gemm::panel::<S, $vectors>(panel) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn block_f32(product: &Product<f32>, num_rows: usize, num_columns: usize) {
+                // SAFETY: as above.
+                unsafe { tile::block::<S, f32>(*product, num_rows, num_columns) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn block_bf16(product: &Product<Bf16>, num_rows: usize, num_columns: usize) {
+                // SAFETY: as above.
+                unsafe { tile::block::<S, Bf16>(*product, num_rows, num_columns) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {
                 // SAFETY: as above.
                 unsafe { attention::attend::<S>(attend, scratch) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+            unsafe fn rms_norm(weight: &[f32], eps: f32, x: &mut [f32]) {
                 // SAFETY: as above.
-                unsafe { rowwise::rms_norm::<S>(x, weight, eps, out) }
+                unsafe { rowwise::rms_norm::<S>(weight, eps, x) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn add(x: &[f32], y: &[f32], out: &mut [f32]) {
@@ -96,7 +112,12 @@ kernels!(portable, simd::portable::Portable, 2);
 #[cfg(target_arch = "x86_64")]
 kernels!(avx2, simd::avx2::Avx2, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-kernels!(avx512, simd::avx512::Avx512, 3, "avx512f,avx512bw,avx2,fma,f16c");
+kernels!(
+    avx512,
+    simd::avx512::Avx512,
+    3,
+    "avx512f,avx512bw,avx2,fma,f16c"
+);
 
 impl Kernels {
     /// The kernels of an instruction set.

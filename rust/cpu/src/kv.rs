@@ -34,7 +34,15 @@ impl KvView {
         num_kv_heads: usize,
         head_dim: usize,
     ) -> KvView {
-        KvView { base, format, num_layers, num_blocks, block_size, num_kv_heads, head_dim }
+        KvView {
+            base,
+            format,
+            num_layers,
+            num_blocks,
+            block_size,
+            num_kv_heads,
+            head_dim,
+        }
     }
 
     pub(crate) fn element_bytes(&self) -> usize {
@@ -55,7 +63,11 @@ impl KvView {
 
     /// K and V of one layer.
     pub(crate) fn layer(&self, index: usize) -> (*mut u8, *mut u8) {
-        assert!(index < self.num_layers, "layer {index} of {}", self.num_layers);
+        assert!(
+            index < self.num_layers,
+            "layer {index} of {}",
+            self.num_layers
+        );
         let bytes = self.num_slots() * self.token_size() * self.element_bytes();
         let keys = self.base.wrapping_add(2 * index * bytes);
         (keys, keys.wrapping_add(bytes))

@@ -1,8 +1,8 @@
 //! The CPU backend of noria: a model's forward, recorded once as a [`Program`], runs a whole step by one call.
 //!
-//! A program is a list of ops over buffers, packed weights ([`Matrix`]) and a paged KV cache ([`KvView`]). All workers
-//! of its pool walk the list together, each doing its part of an op, and meet at a barrier after each: no call into
-//! another language, no allocation and no wake-up lies between two layers.
+//! A program is a list of ops over buffers, packed weights ([`Matrix`]) and a paged KV cache ([`KvView`]). The workers of
+//! its pool walk the list together and take units of an op until all of it is done: no call into another language, no
+//! allocation and no wake-up lies between two layers, and no worker is waited for that does nothing.
 //!
 //! Kernels are written once over a vector type and compiled for each instruction set ([`Isa`]), which is found at run
 //! time. A row's result is the same bits alone and beside any others, and for any number of workers.

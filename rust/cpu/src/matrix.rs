@@ -54,10 +54,22 @@ impl Matrix {
     ///
     /// # Panics
     /// The numbers are not so many.
-    pub fn pack(isa: Isa, format: Format, weight: &[f32], num_in: usize, bias: Option<&[f32]>) -> Matrix {
-        assert!(num_in > 0 && weight.len().is_multiple_of(num_in), "rows of {num_in}");
+    pub fn pack(
+        isa: Isa,
+        format: Format,
+        weight: &[f32],
+        num_in: usize,
+        bias: Option<&[f32]>,
+    ) -> Matrix {
+        assert!(
+            num_in > 0 && weight.len().is_multiple_of(num_in),
+            "rows of {num_in}"
+        );
         let num_out = weight.len() / num_in;
-        assert!(bias.is_none_or(|bias| bias.len() == num_out), "a bias for each output");
+        assert!(
+            bias.is_none_or(|bias| bias.len() == num_out),
+            "a bias for each output"
+        );
         match format {
             Format::F32 => pack::<f32>(isa, format, weight, num_in, bias),
             Format::Bf16 => pack::<Bf16>(isa, format, weight, num_in, bias),
@@ -75,7 +87,10 @@ impl Matrix {
     /// The first byte of a panel; beyond the last one, of the first.
     pub(crate) fn panel(&self, index: usize) -> *const u8 {
         let index = if index < self.num_panels() { index } else { 0 };
-        self.data.as_ptr().cast::<u8>().wrapping_add(index * self.panel_bytes)
+        self.data
+            .as_ptr()
+            .cast::<u8>()
+            .wrapping_add(index * self.panel_bytes)
     }
 
     /// Bytes of the packed weights.
@@ -103,7 +118,9 @@ fn pack<E: Element>(
         // SAFETY: elements have no invalid bits, and the buffer is aligned for them.
         let (before, numbers, _) = unsafe { bytes.align_to_mut::<E>() };
         assert!(before.is_empty(), "panels begin at an element");
-        let rows = weight[panel * width * num_in..].chunks_exact(num_in).take(width);
+        let rows = weight[panel * width * num_in..]
+            .chunks_exact(num_in)
+            .take(width);
         for (column, row) in rows.enumerate() {
             for (to, &number) in numbers[column..].iter_mut().step_by(width).zip(row) {
                 *to = E::of(number);

@@ -1,98 +1,56 @@
-//! A pool of threads that run one function together, and meet at barriers in it.
+//! A pool of threads that help the caller with a job.
 //!
-//! The caller is worker 0. Between jobs, and at a barrier, a worker spins for some microseconds and then sleeps: a
-//! step's stages are shorter than a wake-up, and an idle engine must use no CPU.
+//! A job is cut in units that whoever is there takes one by one, and it is over when all units are done: nobody waits
+//! for a worker that the system has not given a CPU to, or that still sleeps. So on a crowded machine a job takes no
+//! longer than the caller alone would need for it.
 //!
-//! A job costs one store and, if workers sleep, one wake-up; a barrier one atomic addition a worker.
+//! Between jobs a worker spins for some microseconds and then sleeps: an idle engine uses no CPU. A job costs two locks
+//! a worker and, if workers sleep, one wake-up, which the caller does not wait for.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-/// Looks before a worker sleeps: about 50 µs, which is more than the longest unevenness of a stage.
+/// Looks for a job before a worker sleeps: about 50 µs.
 const SPINS: usize = 2000;
-/// Of these, one in so many gives the CPU to whoever else is waiting for it.
-const YIELD_EVERY: usize = 64;
+/// Looks before a waiting worker gives its CPU to whoever else wants it: about 5 µs.
+const BUSY_SPINS: usize = 200;
 
-/// A number that only grows, and that threads wait for.
-struct Gate {
-    value: AtomicUsize,
-    num_asleep: AtomicUsize,
-    lock: Mutex<()>,
-    woken: Condvar,
-}
-
-impl Gate {
-    fn new() -> Gate {
-        Gate {
-            value: AtomicUsize::new(0),
-            num_asleep: AtomicUsize::new(0),
-            lock: Mutex::new(()),
-            woken: Condvar::new(),
-        }
-    }
-
-    fn advance(&self) {
-        self.value.fetch_add(1, Ordering::SeqCst);
-        // A sleeper announces itself before it looks at the value for the last time: either it is seen here, or it
-        // sees the new value.
-        if self.num_asleep.load(Ordering::SeqCst) > 0 {
-            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
-            self.woken.notify_all();
-        }
-    }
-
-    fn value(&self) -> usize {
-        self.value.load(Ordering::SeqCst)
-    }
-
-    /// Waits until the value is another than `seen`.
-    fn wait_past(&self, seen: usize) {
-        for spin in 1..=SPINS {
-            if self.value.load(Ordering::Acquire) != seen {
-                return;
-            }
-            if spin % YIELD_EVERY == 0 {
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
-        }
-        self.num_asleep.fetch_add(1, Ordering::SeqCst);
-        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        while self.value() == seen {
-            guard = self.woken.wait(guard).unwrap_or_else(PoisonError::into_inner);
-        }
-        drop(guard);
-        self.num_asleep.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// A job: a borrowed function, its lifetime erased. It is only called between a job's start and its end, and
-/// [`Pool::run`], which borrows it, returns after the end.
+/// A borrowed function, its lifetime erased.
 #[derive(Clone, Copy)]
 struct Job(*const (dyn Fn(&Worker<'_>) + Sync));
 
 // SAFETY: what it points to is `Sync`, so any thread may call it.
 unsafe impl Send for Job {}
 
+/// What the lock guards.
+struct State {
+    job: Option<Job>,
+    /// Workers that run the job.
+    num_inside: usize,
+    is_closing: bool,
+}
+
 struct Inner {
-    num_workers: usize,
-    job: Mutex<Option<Job>>,
-    started: Gate,
-    finished: Gate,
-    num_running: AtomicUsize,
-    met: Gate,
-    num_arrived: AtomicUsize,
+    state: Mutex<State>,
+    /// Jobs so far; changed under the lock, looked at without it.
+    epoch: AtomicUsize,
+    /// A job came, or the pool closes.
+    called: Condvar,
+    /// A worker left a job.
+    left: Condvar,
     has_panicked: AtomicBool,
-    is_closing: AtomicBool,
 }
 
 impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn assert_whole(&self) {
         assert!(
-            !self.has_panicked.load(Ordering::SeqCst),
+            !self.has_panicked.load(Ordering::Acquire),
             "a worker of the pool panicked: the pool is lost"
         );
     }
@@ -101,34 +59,30 @@ impl Inner {
 /// One of the threads that run a job.
 pub(crate) struct Worker<'a> {
     inner: &'a Inner,
-    /// From 0; the caller is 0.
+    /// From 0, which is the caller; each once in a job.
     pub(crate) index: usize,
 }
 
 impl Worker<'_> {
-    /// Waits until every worker is here.
+    /// Waits until all units of a stage are done, and sees what they wrote.
     ///
     /// # Panics
-    /// Another worker panicked, and will never come.
-    pub(crate) fn barrier(&self) {
-        let inner = self.inner;
-        if inner.num_workers == 1 {
-            return;
+    /// Another worker panicked, and will never do its unit.
+    pub(crate) fn wait_for(&self, num_done: &AtomicUsize, num_units: usize) {
+        let mut spins = 0;
+        while num_done.load(Ordering::Acquire) < num_units {
+            self.inner.assert_whole();
+            spins += 1;
+            if spins < BUSY_SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
         }
-        // First the value, then the flag: who panics sets the flag, then moves the value on.
-        let seen = inner.met.value();
-        inner.assert_whole();
-        if inner.num_arrived.fetch_add(1, Ordering::AcqRel) + 1 == inner.num_workers {
-            inner.num_arrived.store(0, Ordering::Release);
-            inner.met.advance();
-        } else {
-            inner.met.wait_past(seen);
-        }
-        inner.assert_whole();
     }
 }
 
-/// Threads that run jobs together.
+/// Threads that run jobs together with the caller.
 pub(crate) struct Pool {
     inner: Arc<Inner>,
     threads: Vec<JoinHandle<()>>,
@@ -139,17 +93,20 @@ impl Pool {
     pub(crate) fn new(num_workers: usize) -> std::io::Result<Pool> {
         assert!(num_workers > 0, "a pool needs a worker");
         let inner = Arc::new(Inner {
-            num_workers,
-            job: Mutex::new(None),
-            started: Gate::new(),
-            finished: Gate::new(),
-            num_running: AtomicUsize::new(0),
-            met: Gate::new(),
-            num_arrived: AtomicUsize::new(0),
+            state: Mutex::new(State {
+                job: None,
+                num_inside: 0,
+                is_closing: false,
+            }),
+            epoch: AtomicUsize::new(0),
+            called: Condvar::new(),
+            left: Condvar::new(),
             has_panicked: AtomicBool::new(false),
-            is_closing: AtomicBool::new(false),
         });
-        let mut pool = Pool { inner, threads: Vec::new() };
+        let mut pool = Pool {
+            inner,
+            threads: Vec::new(),
+        };
         for index in 1..num_workers {
             let inner = Arc::clone(&pool.inner);
             pool.threads.push(
@@ -162,33 +119,41 @@ impl Pool {
     }
 
     pub(crate) fn num_workers(&self) -> usize {
-        self.inner.num_workers
+        self.threads.len() + 1
     }
 
-    /// Runs `job` on every worker, and returns when all have.
+    /// Runs `job` here and on each worker that comes before it is over here. It has to share its work by units that are
+    /// taken, and must not count on any worker but the caller.
     ///
     /// # Panics
     /// The job did; the pool cannot be used again.
     pub(crate) fn run(&mut self, job: &(dyn Fn(&Worker<'_>) + Sync)) {
         let inner = &*self.inner;
         inner.assert_whole();
-        let seen = inner.finished.value();
-        // SAFETY: only the lifetime is erased. Workers call it between `started.advance` and their part of
-        // `finished`, and this function does not return, or unwind, before all of them are through.
+        // SAFETY: only the lifetime is erased. A worker calls it while it is counted inside, which it can only begin to
+        // be while the job is in `state`; this function takes it out and waits for all inside before it returns, or
+        // unwinds.
         let erased: *const (dyn Fn(&Worker<'_>) + Sync) = unsafe {
             std::mem::transmute::<
                 &(dyn Fn(&Worker<'_>) + Sync),
                 &'static (dyn Fn(&Worker<'_>) + Sync),
             >(job)
         };
-        *inner.job.lock().unwrap_or_else(PoisonError::into_inner) = Some(Job(erased));
-        inner.num_running.store(inner.num_workers, Ordering::SeqCst);
-        inner.started.advance();
+        let mut state = inner.lock();
+        state.job = Some(Job(erased));
+        inner.epoch.fetch_add(1, Ordering::Release);
+        drop(state);
+        inner.called.notify_all();
         let outcome = work(inner, 0, job);
-        if inner.num_workers > 1 {
-            inner.finished.wait_past(seen);
+        let mut state = inner.lock();
+        state.job = None;
+        while state.num_inside > 0 {
+            state = inner
+                .left
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
-        *inner.job.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        drop(state);
         if let Err(panic) = outcome {
             resume_unwind(panic);
         }
@@ -198,8 +163,11 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.inner.is_closing.store(true, Ordering::SeqCst);
-        self.inner.started.advance();
+        let mut state = self.inner.lock();
+        state.is_closing = true;
+        self.inner.epoch.fetch_add(1, Ordering::Release);
+        drop(state);
+        self.inner.called.notify_all();
         for thread in self.threads.drain(..) {
             // A worker's own panics are caught; there is nothing to learn from the result.
             let _ = thread.join();
@@ -215,11 +183,7 @@ fn work(
 ) -> std::thread::Result<()> {
     let outcome = catch_unwind(AssertUnwindSafe(|| job(&Worker { inner, index })));
     if outcome.is_err() {
-        inner.has_panicked.store(true, Ordering::SeqCst);
-        inner.met.advance(); // who waits at a barrier would wait for ever
-    }
-    if inner.num_running.fetch_sub(1, Ordering::SeqCst) == 1 {
-        inner.finished.advance();
+        inner.has_panicked.store(true, Ordering::Release);
     }
     outcome
 }
@@ -227,17 +191,40 @@ fn work(
 fn serve(inner: &Inner, index: usize) {
     let mut seen = 0;
     loop {
-        inner.started.wait_past(seen);
-        seen += 1;
-        if inner.is_closing.load(Ordering::SeqCst) {
-            return;
+        for _ in 0..SPINS {
+            if inner.epoch.load(Ordering::Acquire) != seen {
+                break;
+            }
+            std::hint::spin_loop();
         }
-        let Some(Job(job)) = *inner.job.lock().unwrap_or_else(PoisonError::into_inner) else {
-            return;
+        let mut state = inner.lock();
+        let job = loop {
+            if state.is_closing {
+                return;
+            }
+            let epoch = inner.epoch.load(Ordering::Acquire);
+            if epoch != seen {
+                seen = epoch;
+                if let Some(job) = state.job {
+                    break job;
+                }
+            }
+            state = inner
+                .called
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         };
-        // SAFETY: `Pool::run` holds the borrow until this worker has left `work`.
-        let job = unsafe { &*job };
+        state.num_inside += 1;
+        drop(state);
+        // SAFETY: this worker is counted inside, so `Pool::run` holds the borrow.
+        let job = unsafe { &*job.0 };
+        // The caller learns of a panic by the flag.
         let _ = work(inner, index, job);
+        let mut state = inner.lock();
+        state.num_inside -= 1;
+        if state.num_inside == 0 {
+            inner.left.notify_one();
+        }
     }
 }
 
@@ -245,46 +232,70 @@ fn serve(inner: &Inner, index: usize) {
 mod tests {
     use super::*;
 
+    /// Runs stages of `num_units` units, each of which has to see all of the stage before.
+    fn run_stages(pool: &mut Pool, num_stages: usize, num_units: usize, slow: Option<usize>) {
+        let counters =
+            || -> Vec<AtomicUsize> { (0..num_stages).map(|_| AtomicUsize::new(0)).collect() };
+        let (taken, done, sums) = (counters(), counters(), counters());
+        pool.run(&|worker| {
+            for stage in 0..num_stages {
+                loop {
+                    let unit = taken[stage].fetch_add(1, Ordering::Relaxed);
+                    if unit >= num_units {
+                        break;
+                    }
+                    if Some(worker.index) == slow {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                    if stage > 0 {
+                        assert_eq!(sums[stage - 1].load(Ordering::Relaxed), num_units);
+                    }
+                    sums[stage].fetch_add(1, Ordering::Relaxed);
+                    done[stage].fetch_add(1, Ordering::AcqRel);
+                }
+                worker.wait_for(&done[stage], num_units);
+            }
+        });
+        assert!(
+            sums.iter()
+                .all(|sum| sum.load(Ordering::Relaxed) == num_units)
+        );
+    }
+
     #[test]
-    fn every_worker_runs_each_job_once_and_meets_the_others() {
+    fn every_unit_is_done_once_and_sees_the_stage_before() {
+        for num_workers in 1..=4 {
+            let mut pool = Pool::new(num_workers).unwrap();
+            for _ in 0..100 {
+                run_stages(&mut pool, 20, 5, None);
+            }
+        }
+    }
+
+    #[test]
+    fn slow_and_sleeping_workers_are_no_harm() {
         let mut pool = Pool::new(3).unwrap();
-        for round in 0..200 {
-            let sums: Vec<AtomicUsize> = (0..50).map(|_| AtomicUsize::new(0)).collect();
-            pool.run(&|worker| {
-                for (place, sum) in sums.iter().enumerate() {
-                    sum.fetch_add(worker.index + 1, Ordering::Relaxed);
-                    worker.barrier();
-                    assert_eq!(sum.load(Ordering::Relaxed), 6, "round {round}, place {place}");
-                }
-            });
+        for slow in 0..3 {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            run_stages(&mut pool, 3, 4, Some(slow));
         }
     }
 
     #[test]
-    fn a_pool_that_slept_wakes_up() {
-        let mut pool = Pool::new(2).unwrap();
-        let count = AtomicUsize::new(0);
-        for _ in 0..3 {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            pool.run(&|worker| {
-                if worker.index == 1 {
-                    std::thread::sleep(std::time::Duration::from_millis(5));
-                }
-                worker.barrier();
-                count.fetch_add(1, Ordering::Relaxed);
-            });
-        }
-        assert_eq!(count.load(Ordering::Relaxed), 6);
-    }
-
-    #[test]
-    fn a_panic_in_one_worker_reaches_the_caller_and_hangs_nobody() {
-        for guilty in 0..3 {
-            let mut pool = Pool::new(3).unwrap();
+    fn a_panic_reaches_the_caller_and_hangs_nobody() {
+        for guilty in [0, 1] {
+            let mut pool = Pool::new(2).unwrap();
+            let (was_there, done) = (AtomicBool::new(false), AtomicUsize::new(0));
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 pool.run(&|worker| {
+                    if worker.index == 1 {
+                        was_there.store(true, Ordering::Release);
+                    }
+                    while !was_there.load(Ordering::Acquire) {
+                        std::thread::yield_now();
+                    }
                     assert!(worker.index != guilty, "on purpose");
-                    worker.barrier();
+                    worker.wait_for(&done, 1);
                 });
             }));
             assert!(outcome.is_err());

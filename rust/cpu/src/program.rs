@@ -18,23 +18,90 @@ use crate::step::{Step, StepError};
 mod plan;
 mod run;
 
-/// What all workers do together, between two barriers.
+/// What workers do together, before any of them goes on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Stage {
-    Embed { table: TableId, out: Value },
-    Norm { x: Value, weight: VectorId, eps: f32, out: Value },
-    AddNorm { x: Value, y: Value, sum: Value, weight: VectorId, eps: f32, out: Value },
-    Add { x: Value, y: Value, out: Value },
-    Scale { x: Value, factor: f32, out: Value },
-    Softcap { x: Value, cap: f32, out: Value },
-    Multiply { x: Value, matrix: MatrixId, out: Value },
-    Angles { frequencies: VectorId, cos: Value, sin: Value },
-    Rotate { qkv: Value, cos: Value, sin: Value, heads: Heads, stored_layer: Option<usize> },
-    Store { qkv: Value, layer: usize, heads: Heads },
-    Attend { qkv: Value, layer: usize, heads: Heads, options: AttentionOptions, out: Value },
-    SiluMul { x: Value, out: Value },
-    GeluMul { x: Value, out: Value },
-    Choose { x: Value, out: Value },
+    Embed {
+        table: TableId,
+        out: Value,
+    },
+    Norm {
+        x: Value,
+        weight: VectorId,
+        eps: f32,
+        out: Value,
+    },
+    AddNorm {
+        x: Value,
+        y: Value,
+        sum: Value,
+        weight: VectorId,
+        eps: f32,
+        out: Value,
+    },
+    Add {
+        x: Value,
+        y: Value,
+        out: Value,
+    },
+    Scale {
+        x: Value,
+        factor: f32,
+        out: Value,
+    },
+    Softcap {
+        x: Value,
+        cap: f32,
+        out: Value,
+    },
+    Multiply {
+        x: Value,
+        matrix: MatrixId,
+        out: Value,
+    },
+    QkNorm {
+        qkv: Value,
+        weights: [VectorId; 2],
+        eps: f32,
+        heads: Heads,
+    },
+    Angles {
+        frequencies: VectorId,
+        scale: f32,
+        cos: Value,
+        sin: Value,
+    },
+    Rotate {
+        qkv: Value,
+        cos: Value,
+        sin: Value,
+        heads: Heads,
+        stored_layer: Option<usize>,
+    },
+    Store {
+        qkv: Value,
+        layer: usize,
+        heads: Heads,
+    },
+    Attend {
+        qkv: Value,
+        layer: usize,
+        heads: Heads,
+        options: AttentionOptions,
+        out: Value,
+    },
+    SiluMul {
+        x: Value,
+        out: Value,
+    },
+    GeluMul {
+        x: Value,
+        out: Value,
+    },
+    Choose {
+        x: Value,
+        out: Value,
+    },
 }
 
 impl Stage {
@@ -51,15 +118,28 @@ impl Stage {
             | Stage::Choose { x, .. } => vec![x],
             Stage::AddNorm { x, y, .. } | Stage::Add { x, y, .. } => vec![x, y],
             Stage::Rotate { qkv, cos, sin, .. } => vec![qkv, cos, sin],
-            Stage::Store { qkv, .. } | Stage::Attend { qkv, .. } => vec![qkv],
+            Stage::QkNorm { qkv, .. } | Stage::Store { qkv, .. } | Stage::Attend { qkv, .. } => {
+                vec![qkv]
+            }
         }
     }
 
     /// What it makes.
     fn outputs(&self) -> Vec<Value> {
         match *self {
+            Stage::QkNorm { .. } | Stage::Rotate { .. } | Stage::Store { .. } => vec![],
+            Stage::AddNorm { sum, out, .. } => vec![sum, out],
+            Stage::Angles { cos, sin, .. } => vec![cos, sin],
+            _ => vec![self.rows_of()],
+        }
+    }
+
+    /// The value whose rows it makes, or changes.
+    fn rows_of(&self) -> Value {
+        match *self {
             Stage::Embed { out, .. }
             | Stage::Norm { out, .. }
+            | Stage::AddNorm { out, .. }
             | Stage::Add { out, .. }
             | Stage::Scale { out, .. }
             | Stage::Softcap { out, .. }
@@ -67,10 +147,9 @@ impl Stage {
             | Stage::Attend { out, .. }
             | Stage::SiluMul { out, .. }
             | Stage::GeluMul { out, .. }
-            | Stage::Choose { out, .. } => vec![out],
-            Stage::AddNorm { sum, out, .. } => vec![sum, out],
-            Stage::Angles { cos, sin, .. } => vec![cos, sin],
-            Stage::Rotate { .. } | Stage::Store { .. } => vec![],
+            | Stage::Choose { out, .. } => out,
+            Stage::Angles { cos, .. } => cos,
+            Stage::QkNorm { qkv, .. } | Stage::Rotate { qkv, .. } | Stage::Store { qkv, .. } => qkv,
         }
     }
 
@@ -83,7 +162,30 @@ impl Stage {
     }
 }
 
-/// Where its time went, in nanoseconds, as worker 0 saw it (barriers included), since the program was built.
+/// What of a stage is taken, and what is done.
+#[derive(Default)]
+pub(crate) struct Units {
+    taken: AtomicUsize,
+    done: AtomicUsize,
+}
+
+impl Units {
+    /// The next one's number; there may be none of it left.
+    pub(crate) fn take(&self) -> usize {
+        self.taken.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// One is done: what it wrote is seen by who sees the count.
+    pub(crate) fn finish(&self) {
+        self.done.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn num_done(&self) -> &AtomicUsize {
+        &self.done
+    }
+}
+
+/// Where its time went, in nanoseconds, as the caller's thread saw it (waits included), since the program was built.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageTimes {
     /// Products, but for the head's.
@@ -121,8 +223,8 @@ pub struct Program {
     kv_shape: [usize; 3],
     vocab_size: usize,
     num_logits_columns: usize,
-    /// By stage: panels or units that are taken.
-    taken: Vec<AtomicUsize>,
+    /// By stage.
+    shared_units: Vec<Units>,
     attention: AttentionPlan,
     scratch: Vec<Scratch>,
     checked_slots: Vec<i64>,
@@ -156,18 +258,28 @@ impl Program {
     ) -> std::io::Result<Program> {
         let (slot_of, slots) = assign_slots(&builder, result);
         let heads: Vec<Heads> = builder.stages.iter().filter_map(attended).collect();
-        let vocab_size =
-            builder.tables.iter().map(|table| table.numbers.len() / table.width).min().unwrap_or(0);
+        let vocab_size = builder
+            .tables
+            .iter()
+            .map(|table| table.numbers.len() / table.width)
+            .min()
+            .unwrap_or(0);
         let attention = AttentionPlan {
-            part_stride: heads.iter().map(|h| h.group() * (h.head_dim + 2)).max().unwrap_or(0),
+            part_stride: heads
+                .iter()
+                .map(|h| h.group() * (h.head_dim + 2))
+                .max()
+                .unwrap_or(0),
             max_queries: heads.iter().map(|h| h.max_queries()).min().unwrap_or(1),
             ..AttentionPlan::default()
         };
         Ok(Program {
             kernels: Kernels::of(builder.isa),
             num_logits_columns: builder.shapes[result.0].width,
-            taken: builder.stages.iter().map(|_| AtomicUsize::new(0)).collect(),
-            scratch: (0..num_workers).map(|_| Scratch::new(heads.iter().copied())).collect(),
+            shared_units: builder.stages.iter().map(|_| Units::default()).collect(),
+            scratch: (0..num_workers)
+                .map(|_| Scratch::new(heads.iter().copied()))
+                .collect(),
             tables: builder.tables,
             vectors: builder.vectors,
             matrices: builder.matrices,
@@ -197,7 +309,11 @@ impl Program {
 
     /// Bytes of all parameters.
     pub fn num_bytes(&self) -> usize {
-        let numbers = self.tables.iter().map(|table| table.numbers.len()).sum::<usize>()
+        let numbers = self
+            .tables
+            .iter()
+            .map(|table| table.numbers.len())
+            .sum::<usize>()
             + self.vectors.iter().map(Vec::len).sum::<usize>();
         4 * numbers + self.matrices.iter().map(Matrix::num_bytes).sum::<usize>()
     }
@@ -217,23 +333,38 @@ impl Program {
     ///
     /// # Errors
     /// The step does not fit the program, the cache or `logits`; nothing was computed.
-    pub fn run(&mut self, step: &Step<'_>, kv: &KvView, logits: &mut [f32]) -> Result<(), StepError> {
+    pub fn run(
+        &mut self,
+        step: &Step<'_>,
+        kv: &KvView,
+        logits: &mut [f32],
+    ) -> Result<(), StepError> {
         let found = [kv.num_layers, kv.num_kv_heads, kv.head_dim];
-        if found[0] < self.kv_shape[0] || found[1..] != self.kv_shape[1..] {
-            return Err(StepError::Cache { found, expected: self.kv_shape });
+        let attends = self.kv_shape[0] > 0;
+        if attends && (found[0] < self.kv_shape[0] || found[1..] != self.kv_shape[1..]) {
+            return Err(StepError::Cache {
+                found,
+                expected: self.kv_shape,
+            });
         }
         step.check(self.vocab_size, kv, &mut self.checked_slots)?;
         let expected = step.logits_indices.len() * self.num_logits_columns;
         if logits.len() != expected {
-            return Err(StepError::Length { name: "logits", found: logits.len(), expected });
+            return Err(StepError::Length {
+                name: "logits",
+                found: logits.len(),
+                expected,
+            });
         }
         self.attention.prepare(step, self.kv_shape[1]);
         for slot in &mut self.slots[1..] {
-            slot.reserve(if slot.is_logits { step.logits_indices.len() } else { step.num_tokens() });
+            slot.reserve(if slot.is_logits {
+                step.logits_indices.len()
+            } else {
+                step.num_tokens()
+            });
         }
-        for taken in &mut self.taken {
-            *taken.get_mut() = 0;
-        }
+        self.shared_units.fill_with(Units::default);
         self.compute(step, kv, logits);
         Ok(())
     }
@@ -247,7 +378,11 @@ impl Program {
                 _ => Rows::new(self.slots[slot].buffer.as_mut_ptr(), row_stride(width)),
             };
         }
-        let parts = self.attention.parts.as_mut().map_or(std::ptr::null_mut(), Buffer::as_mut_ptr);
+        let parts = self
+            .attention
+            .parts
+            .as_mut()
+            .map_or(std::ptr::null_mut(), Buffer::as_mut_ptr);
         let running = run::Running {
             kernels: self.kernels,
             tables: &self.tables,
@@ -256,8 +391,8 @@ impl Program {
             shapes: &self.shapes,
             slot_of: &self.slot_of,
             rows: &self.rows,
-            taken: &self.taken,
-            units: &self.attention.units,
+            shared_units: &self.shared_units,
+            attention_units: &self.attention.units,
             num_done: &self.attention.num_done,
             parts: Rows::new(parts, self.attention.part_stride),
             num_workers: self.pool.num_workers(),
@@ -272,13 +407,18 @@ impl Program {
             let scratch = unsafe { scratch.of(worker.index) };
             let mut last = started;
             for (index, stage) in stages.iter().enumerate() {
-                // SAFETY: the step was checked; all workers run the same stages, with a barrier after each.
-                unsafe { running.stage(index, stage, worker.index, scratch) };
-                worker.barrier();
+                // SAFETY: the step was checked; a stage begins when the one before is done.
+                unsafe { running.stage(index, stage, scratch) };
+                worker.wait_for(
+                    running.shared_units[index].num_done(),
+                    running.units_of(stage).0,
+                );
                 if worker.index == 0 {
                     let now = Instant::now();
                     let time = match stage {
-                        Stage::Multiply { out, .. } if running.shapes[out.0].is_logits => &times.head,
+                        Stage::Multiply { out, .. } if running.shapes[out.0].is_logits => {
+                            &times.head
+                        }
                         Stage::Multiply { .. } => &times.gemm,
                         Stage::Attend { .. } => &times.attention,
                         _ => &times.other,
@@ -304,7 +444,11 @@ impl Slot {
 /// some rows side by side, and at such distances they would take each other's place in the cache.
 fn row_stride(width: usize) -> usize {
     let lines = width.div_ceil(16);
-    16 * if lines.is_multiple_of(16) { lines + 1 } else { lines }
+    16 * if lines.is_multiple_of(16) {
+        lines + 1
+    } else {
+        lines
+    }
 }
 
 fn attended(stage: &Stage) -> Option<Heads> {
@@ -348,7 +492,9 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
                 continue;
             }
             let shape = builder.shapes[out.0];
-            let found = free.iter().position(|&slot| slots[slot].is_logits == shape.is_logits);
+            let found = free
+                .iter()
+                .position(|&slot| slots[slot].is_logits == shape.is_logits);
             let slot = found.map_or_else(
                 || {
                     slots.push(empty(shape));

@@ -46,9 +46,9 @@ unsafe fn map2<S: Simd>(a: &[f32], b: &[f32], to: &mut [f32], f: impl Fn(S::V, S
     }
 }
 
-/// `x / sqrt(mean(x²) + eps) · weight`.
+/// `x / sqrt(mean(x²) + eps) · weight`, in place.
 #[inline(always)]
-pub(crate) unsafe fn rms_norm<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+pub(crate) unsafe fn rms_norm<S: Simd>(weight: &[f32], eps: f32, x: &mut [f32]) {
     let num_whole = x.len() / S::LANES * S::LANES;
     let mut squares = S::splat(0.0);
     for at in (0..num_whole).step_by(S::LANES) {
@@ -56,8 +56,18 @@ pub(crate) unsafe fn rms_norm<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out:
         squares = S::fma(v, v, squares);
     }
     let sum = S::sum(squares) + x[num_whole..].iter().map(|v| v * v).sum::<f32>();
-    let scale = S::splat(1.0 / (sum / x.len() as f32 + eps).sqrt());
-    map2::<S>(x, weight, out, |v, w| unsafe { S::mul(S::mul(v, scale), w) });
+    let scale = 1.0 / (sum / x.len() as f32 + eps).sqrt();
+    let weight = &weight[..x.len()];
+    for at in (0..num_whole).step_by(S::LANES) {
+        let normed = S::mul(S::load(x[at..].as_ptr()), S::splat(scale));
+        S::store(
+            x[at..].as_mut_ptr(),
+            S::mul(normed, S::load(weight[at..].as_ptr())),
+        );
+    }
+    for at in num_whole..x.len() {
+        x[at] = x[at] * scale * weight[at];
+    }
 }
 
 /// `x + y`.
@@ -97,16 +107,13 @@ pub(crate) unsafe fn gelu_mul<S: Simd>(gate_up: &[f32], out: &mut [f32]) {
     map2::<S>(gate, up, out, |g, u| unsafe {
         // sqrt(2 / π) · (g + 0.044715 · g³)
         let cube = S::mul(S::mul(g, g), g);
-        let inner = S::mul(
-            S::fma(cube, S::splat(0.044_715), g),
-            S::splat(0.797_884_6),
-        );
+        let inner = S::mul(S::fma(cube, S::splat(0.044_715), g), S::splat(0.797_884_6));
         let half = S::mul(g, S::splat(0.5));
         S::mul(S::fma(half, S::tanh(inner), half), u)
     });
 }
 
-/// Rotates a head's first half with its second.
+/// Rotates the first half of a head's rotary part with its second.
 #[inline(always)]
 pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();

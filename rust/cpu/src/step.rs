@@ -65,14 +65,28 @@ pub enum StepError {
 impl fmt::Display for StepError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StepError::Length { name, found, expected } => {
-                write!(f, "{name} has {found} entries, but the step needs {expected}.")
+            StepError::Length {
+                name,
+                found,
+                expected,
+            } => {
+                write!(
+                    f,
+                    "{name} has {found} entries, but the step needs {expected}."
+                )
             }
             StepError::Range { name, value, limit } => {
-                write!(f, "{name} has a {value}, but must be from 0 to {}.", limit - 1)
+                write!(
+                    f,
+                    "{name} has a {value}, but must be from 0 to {}.",
+                    limit - 1
+                )
             }
             StepError::SameSlot { slot } => {
-                write!(f, "slot_mapping has slot {slot} twice, but a slot holds one token.")
+                write!(
+                    f,
+                    "slot_mapping has slot {slot} twice, but a slot holds one token."
+                )
             }
             StepError::Cache { found, expected } => write!(
                 f,
@@ -86,12 +100,24 @@ impl fmt::Display for StepError {
 impl std::error::Error for StepError {}
 
 fn has_length(name: &'static str, found: usize, expected: usize) -> Result<(), StepError> {
-    if found == expected { Ok(()) } else { Err(StepError::Length { name, found, expected }) }
+    if found == expected {
+        Ok(())
+    } else {
+        Err(StepError::Length {
+            name,
+            found,
+            expected,
+        })
+    }
 }
 
 fn below(name: &'static str, value: i64, limit: usize) -> Result<(), StepError> {
     let limit = limit as i64;
-    if (0..limit).contains(&value) { Ok(()) } else { Err(StepError::Range { name, value, limit }) }
+    if (0..limit).contains(&value) {
+        Ok(())
+    } else {
+        Err(StepError::Range { name, value, limit })
+    }
 }
 
 impl Step<'_> {
@@ -164,7 +190,11 @@ impl Step<'_> {
             }
             let capacity = self.max_blocks * kv.block_size;
             below("context_lens", context.into(), capacity + 1)?;
-            below("a row's count less its context", i64::from(context) - i64::from(last - first), capacity)?;
+            below(
+                "a row's count less its context",
+                i64::from(context) - i64::from(last - first),
+                capacity,
+            )?;
             let num_seats = self.block_tables.len() / self.max_blocks.max(1);
             below("row_seats", self.row_seats[row], num_seats)?;
             let num_blocks = (context as usize).div_ceil(kv.block_size);
@@ -172,6 +202,10 @@ impl Step<'_> {
                 below("block_tables", block.into(), kv.num_blocks)?;
             }
         }
-        has_length("cu_seqlens_q's last entry", self.cu_seqlens_q[self.num_rows()] as usize, num_tokens)
+        has_length(
+            "cu_seqlens_q's last entry",
+            self.cu_seqlens_q[self.num_rows()] as usize,
+            num_tokens,
+        )
     }
 }

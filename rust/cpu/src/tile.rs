@@ -84,7 +84,10 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize>(t: Product<E>, nu
     let num_tiles = num_rows.div_ceil(MAX_ROWS);
     let num_chunks = t.num_in.div_ceil(CHUNK);
     // Lines of `next` for each chunk of each tile.
-    let lines = t.next_bytes.div_ceil(64).div_ceil((num_tiles * num_chunks).max(1));
+    let lines = t
+        .next_bytes
+        .div_ceil(64)
+        .div_ceil((num_tiles * num_chunks).max(1));
     let mut row = 0;
     for index in 0..num_tiles {
         // Even tiles: 8 rows are 4 and 4, for a tile of 2 would wait for its own sums.
@@ -109,7 +112,11 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize>(t: Product<E>, nu
 
 /// Any numbers of rows and columns.
 #[inline(always)]
-pub(crate) unsafe fn block<S: Simd, E: Element>(t: Product<E>, num_rows: usize, num_columns: usize) {
+pub(crate) unsafe fn block<S: Simd, E: Element>(
+    t: Product<E>,
+    num_rows: usize,
+    num_columns: usize,
+) {
     let mut column = 0;
     let from = |column: usize| Product {
         w: t.w.add(column),

@@ -6,11 +6,16 @@ from noria._core import CpuBuilder
 
 
 class CpuLinears:
-    """Packs linear maps into a program's builder; what it gives is a number there."""
+    """Packs linear maps into a program's builder; what it gives is a number there.
+
+    Attributes:
+        reason: a clause that says how they are multiplied.
+    """
 
     def __init__(self, builder: CpuBuilder, dtype: torch.dtype) -> None:
         self._builder = builder
         self._format = str(dtype).removeprefix("torch.")
+        self.reason = f"noria-cpu with {self._format} weights packed at load"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
         """Packs a map.

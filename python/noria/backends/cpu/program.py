@@ -20,9 +20,9 @@ class RecordedForward:
         return self._program.stage_us
 
     def run(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
-        """Logits `[num_logits, vocab_size]` float32 of one step; K and V of its tokens are in the cache then."""
+        """Logits `[num_logits, vocab_size]` float32 of one step, whose K and V are in the cache then."""
         if self._is_first:
-            # torch's threads would spin beside the program's after each op; this thread's sampling needs none.
+            # torch's threads would spin beside the program's; sampling, in this thread, needs none.
             torch.set_num_threads(1)
             self._is_first = False
         logits = torch.empty(len(inputs.logits_indices), self._program.num_logits_columns)

@@ -16,8 +16,16 @@ impl AttentionPlan {
             let tokens = step.row(row);
             let context = step.context_lens[row] as usize;
             let is_padding = context == 0;
-            let start = if is_padding { 0 } else { context - tokens.len() };
-            let seat = if is_padding { 0 } else { step.row_seats[row] as usize };
+            let start = if is_padding {
+                0
+            } else {
+                context - tokens.len()
+            };
+            let seat = if is_padding {
+                0
+            } else {
+                step.row_seats[row] as usize
+            };
             let unit = |first: usize, num_queries: usize, keys_from, keys_to, part| Unit {
                 token: tokens.start + first,
                 num_queries,
@@ -46,7 +54,11 @@ impl AttentionPlan {
             }
             for first in (0..tokens.len()).step_by(self.max_queries) {
                 let num_queries = self.max_queries.min(tokens.len() - first);
-                let to = if is_padding { 0 } else { start + first + num_queries };
+                let to = if is_padding {
+                    0
+                } else {
+                    start + first + num_queries
+                };
                 self.units.push(unit(first, num_queries, 0, to, None));
             }
         }
@@ -58,7 +70,11 @@ impl AttentionPlan {
             self.num_done.resize_with(num_done, || AtomicUsize::new(0));
         }
         let size = num_parts * num_kv_heads * self.part_stride;
-        if self.parts.as_ref().is_none_or(|parts| parts.capacity() < size) {
+        if self
+            .parts
+            .as_ref()
+            .is_none_or(|parts| parts.capacity() < size)
+        {
             self.parts = Some(Buffer::zeroed(size));
         }
     }

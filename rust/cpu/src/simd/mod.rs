@@ -12,6 +12,9 @@
     reason = "each is one instruction or a few, and the contract is the module's"
 )]
 
+use crate::kernels::Kernels;
+use crate::tile::Product;
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -98,6 +101,8 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     fn get(self) -> f32;
     fn of(x: f32) -> Self;
+    /// The kernel that multiplies with such numbers.
+    fn block(kernels: &Kernels) -> unsafe fn(&Product<Self>, usize, usize);
 }
 
 impl Element for f32 {
@@ -112,6 +117,9 @@ impl Element for f32 {
     #[inline(always)]
     fn of(x: f32) -> f32 {
         x
+    }
+    fn block(kernels: &Kernels) -> unsafe fn(&Product<f32>, usize, usize) {
+        kernels.block_f32
     }
 }
 
@@ -137,6 +145,9 @@ impl Element for Bf16 {
             return Bf16((bits >> 16) as u16 | 0x40);
         }
         Bf16(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
+    }
+    fn block(kernels: &Kernels) -> unsafe fn(&Product<Bf16>, usize, usize) {
+        kernels.block_bf16
     }
 }
 
