@@ -3,8 +3,8 @@
 //! The one unsafe place of the binding: the KV cache is a tensor's memory, which the program reads and writes.
 
 use noria_cpu::{
-    AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView, Matrix,
-    MatrixId, Program, Step, TableId, Value, VectorId,
+    AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
+    Matrix, MatrixId, Program, Step, TableId, Value, VectorId,
 };
 use numpy::{
     PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
@@ -55,7 +55,9 @@ impl CpuBuilder {
     #[new]
     fn new(py: Python<'_>) -> PyResult<Self> {
         let builder = Builder::new(chosen(py)?).map_err(|error| isa_error(py, error))?;
-        Ok(Self { builder: Some(builder) })
+        Ok(Self {
+            builder: Some(builder),
+        })
     }
 
     fn table(&mut self, numbers: PyReadonlyArray2<'_, f32>) -> PyResult<usize> {
@@ -84,7 +86,10 @@ impl CpuBuilder {
             }
         };
         let num_in = weight.shape()[1];
-        let (weight, bias) = (weight.as_slice()?, bias.as_ref().map(|bias| bias.as_slice()));
+        let (weight, bias) = (
+            weight.as_slice()?,
+            bias.as_ref().map(|bias| bias.as_slice()),
+        );
         let (bias, isa) = (bias.transpose()?, self.get()?.isa());
         let matrix = py.detach(|| Matrix::pack(isa, format, weight, num_in, bias));
         Ok(self.get()?.matrix(matrix).0)
@@ -123,7 +128,10 @@ impl CpuBuilder {
         heads: (usize, usize, usize),
     ) -> PyResult<usize> {
         let (q_weight, k_weight) = (VectorId(q_weight), VectorId(k_weight));
-        Ok(self.get()?.qk_norm(Value(qkv), q_weight, k_weight, eps, as_heads(heads)).0)
+        Ok(self
+            .get()?
+            .qk_norm(Value(qkv), q_weight, k_weight, eps, as_heads(heads))
+            .0)
     }
 
     fn rope(
@@ -133,7 +141,10 @@ impl CpuBuilder {
         scale: f32,
         heads: (usize, usize, usize),
     ) -> PyResult<usize> {
-        Ok(self.get()?.rope(Value(qkv), VectorId(frequencies), scale, as_heads(heads)).0)
+        Ok(self
+            .get()?
+            .rope(Value(qkv), VectorId(frequencies), scale, as_heads(heads))
+            .0)
     }
 
     #[pyo3(signature = (qkv, layer, heads, *, scale, window, softcap))]
@@ -146,8 +157,15 @@ impl CpuBuilder {
         window: Option<usize>,
         softcap: Option<f32>,
     ) -> PyResult<usize> {
-        let options = AttentionOptions { scale, window, softcap };
-        Ok(self.get()?.attention(Value(qkv), layer, as_heads(heads), options).0)
+        let options = AttentionOptions {
+            scale,
+            window,
+            softcap,
+        };
+        Ok(self
+            .get()?
+            .attention(Value(qkv), layer, as_heads(heads), options)
+            .0)
     }
 
     fn silu_mul(&mut self, gate_up: usize) -> PyResult<usize> {
@@ -166,12 +184,18 @@ impl CpuBuilder {
     fn build(&mut self, result: usize, num_threads: usize) -> PyResult<CpuProgram> {
         self.get()?;
         let builder = self.builder.take().expect("looked at just now");
-        Ok(CpuProgram { program: builder.build(Value(result), num_threads)? })
+        Ok(CpuProgram {
+            program: builder.build(Value(result), num_threads)?,
+        })
     }
 }
 
 fn as_heads((num_heads, num_kv_heads, head_dim): (usize, usize, usize)) -> Heads {
-    Heads { num_heads, num_kv_heads, head_dim }
+    Heads {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    }
 }
 
 /// A model's forward over its own parameters and threads.
@@ -212,7 +236,10 @@ impl CpuProgram {
         *, input_ids, positions, slot_mapping, cu_seqlens_q, context_lens, row_seats, block_tables, logits_indices, kv,
         logits
     ))]
-    #[allow(clippy::too_many_arguments, reason = "the arrays of a step, by their names")]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the arrays of a step, by their names"
+    )]
     fn run(
         &mut self,
         py: Python<'_>,
@@ -261,7 +288,15 @@ fn with_kv<T>(kv: &Bound<'_, PyAny>, run: impl FnOnce(KvView) -> T) -> PyResult<
 
 #[allow(unsafe_code, reason = "the cache is a tensor's memory; see SAFETY")]
 fn view(base: *mut u8, format: KvFormat, shape: &[usize]) -> PyResult<KvView> {
-    let &[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim] = shape else {
+    let &[
+        num_layers,
+        2,
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        head_dim,
+    ] = shape
+    else {
         return Err(PyValueError::new_err(format!(
             "The KV cache has shape {shape:?}, but needs [layers, 2, blocks, block size, heads, head size]."
         )));
@@ -270,6 +305,14 @@ fn view(base: *mut u8, format: KvFormat, shape: &[usize]) -> PyResult<KvView> {
     // and the array keeps its memory alive. Nobody else writes the tensor while a step runs: steps, and moves between
     // them, are jobs of one runner thread.
     Ok(unsafe {
-        KvView::new(base, format, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        KvView::new(
+            base,
+            format,
+            num_layers,
+            num_blocks,
+            block_size,
+            num_kv_heads,
+            head_dim,
+        )
     })
 }

@@ -26,7 +26,7 @@ pub(crate) struct Panel {
     pub(crate) format: Format,
     pub(crate) weights: *const u8,
     pub(crate) next: *const u8,
-    pub(crate) panel_bytes: usize,
+    pub(crate) num_bytes: usize,
     /// Of the panel's columns, those that the matrix has.
     pub(crate) num_columns: usize,
     /// For each of these, or null.
@@ -57,7 +57,7 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
         out_stride: p.out_stride,
         adds: false,
         next: p.next,
-        next_bytes: p.panel_bytes,
+        next_bytes: p.num_bytes,
     };
     // The last panel's columns beyond the matrix have no place in `out`: there, a row is made beside it.
     let is_whole = p.num_columns == width;
@@ -110,7 +110,7 @@ pub(crate) unsafe fn multiply(
             format: matrix.format,
             weights: matrix.panel(index),
             next: matrix.panel(following),
-            panel_bytes: matrix.panel_bytes(),
+            num_bytes: matrix.panel_bytes(),
             num_columns: matrix.width.min(matrix.num_out - first),
             bias: if bias.is_null() {
                 bias

@@ -3,6 +3,10 @@
     unsafe_op_in_unsafe_fn,
     reason = "kernels: slices carry their sizes, and vectors are read and written inside them"
 )]
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "closures in kernels: arithmetic on vectors, under the kernel's own contract"
+)]
 
 use crate::simd::Simd;
 

@@ -8,16 +8,20 @@ from noria.kv_cache import KvCache
 
 
 class RecordedForward:
-    """Runs steps of a program over a KV cache, which stays the tensor's memory."""
+    """Runs steps of a program over a KV cache, which stays the tensor's memory.
+
+    Attributes:
+        core: the program.
+    """
 
     def __init__(self, program: CpuProgram) -> None:
-        self._program = program
+        self.core = program
         self._is_first = True
 
     @property
     def stage_us(self) -> tuple[int, int, int, int]:
         """Microseconds so far in products, the head's product, attention and all other ops."""
-        return self._program.stage_us
+        return self.core.stage_us
 
     def run(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` float32 of one step, whose K and V are in the cache then."""
@@ -25,9 +29,9 @@ class RecordedForward:
             # torch's threads would spin beside the program's; sampling, in this thread, needs none.
             torch.set_num_threads(1)
             self._is_first = False
-        logits = torch.empty(len(inputs.logits_indices), self._program.num_logits_columns)
+        logits = torch.empty(len(inputs.logits_indices), self.core.num_logits_columns)
         cache = kv.memory
-        self._program.run(
+        self.core.run(
             input_ids=inputs.input_ids.numpy(),
             positions=inputs.positions.numpy(),
             slot_mapping=inputs.slot_mapping.numpy(),

@@ -1,5 +1,9 @@
 //! AVX2 with FMA and F16C: Intel from Haswell on, AMD from Zen on.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
+#![allow(
+    clippy::wildcard_imports,
+    reason = "the instructions, which have long names of their own"
+)]
 
 use std::arch::x86_64::*;
 

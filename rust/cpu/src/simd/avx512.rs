@@ -1,5 +1,9 @@
 //! AVX-512 F and BW: Intel servers from Skylake on, AMD from Zen 4 on.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
+#![allow(
+    clippy::wildcard_imports,
+    reason = "the instructions, which have long names of their own"
+)]
 
 use std::arch::x86_64::*;
 
