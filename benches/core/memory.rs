@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use noria_core::{BlockHash, BlockId, Kv, PrefixCache, Seat, chain_hash};
+use noria_core::{BlockHash, BlockId, ChainHasher, Kv, PrefixCache, Seat};
 
 use crate::sizes;
 use crate::workload::Ids;
@@ -20,11 +20,12 @@ struct Content {
 
 fn contents(num_blocks: u32) -> Vec<Content> {
     let mut ids = Ids::new(u64::from(num_blocks));
+    let hasher = ChainHasher::new(SEED);
     let mut parent = 0;
     (0..num_blocks)
         .map(|_| {
             let tokens: Vec<i32> = (0..BLOCK_SIZE).map(|_| ids.draw()).collect();
-            parent = chain_hash(parent, &tokens, SEED);
+            parent = hasher.chain(parent, &tokens);
             Content {
                 tokens,
                 hash: parent,
@@ -90,7 +91,7 @@ pub(crate) fn prefix_lookup(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("prefix_lookup");
     for &num_blocks in sizes(&[64, 4096]) {
         group.throughput(Throughput::Elements(num_blocks.into()));
-        let contents = contents(num_blocks);
+        let (hasher, contents) = (ChainHasher::new(SEED), contents(num_blocks));
         let mut cache = PrefixCache::new(num_blocks, BLOCK_SIZE);
         for (content, block) in contents.iter().zip(1..) {
             cache.register(BlockId(block), content.hash, &content.tokens);
@@ -100,7 +101,7 @@ pub(crate) fn prefix_lookup(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let mut parent = 0;
                 for content in black_box(&contents) {
-                    parent = chain_hash(parent, &content.tokens, SEED);
+                    parent = hasher.chain(parent, &content.tokens);
                     assert!(is_found(parent, &content.tokens), "every block is cached");
                 }
             });

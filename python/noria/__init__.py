@@ -26,6 +26,7 @@ from noria.errors import (
 )
 
 if TYPE_CHECKING:
+    from noria.async_engine import AsyncEngine, OutputStream
     from noria.config import EngineConfig
     from noria.engine import EngineDeadError
     from noria.llm import LLM
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CommitError",
     "CompletionOutput",
     "ConfigError",
@@ -47,6 +49,7 @@ __all__ = [
     "ModelError",
     "NeverFitsError",
     "NoriaError",
+    "OutputStream",
     "PromptTooLongError",
     "QueueFullError",
     "RejectedError",
@@ -62,11 +65,13 @@ __all__ = [
 # Imported when first asked for: torch alone takes seconds, and `noria --help` needs none of it.
 _LAZY = {
     "LLM": "noria.llm",
+    "AsyncEngine": "noria.async_engine",
     "CompletionOutput": "noria.outputs",
     "EngineConfig": "noria.config",
     "EngineDeadError": "noria.engine",
     "EngineStats": "noria.stats",
     "Events": "noria.outputs",
+    "OutputStream": "noria.async_engine",
     "RequestMetrics": "noria.outputs",
     "RequestOutput": "noria.outputs",
     "SamplingParams": "noria.sampling.params",

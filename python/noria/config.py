@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noria._core import Core
-from noria.errors import ConfigError, ModelError
+from noria.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class EngineConfig:
     """What a user chooses, under vLLM's names where it has one.
 
     Attributes:
-        model: a folder with `config.json` and safetensors, or a `.gguf` file.
+        model: a folder with `config.json` and safetensors, a `.gguf` file, or a hub's `owner/name`.
         dtype: of weights and KV: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
             bfloat16 where the hardware computes it, else float32.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:<n>`.
@@ -255,29 +255,14 @@ class ResolvedConfig:
 
 
 def model_path(model: str) -> Path:
-    """The folder or file of a model.
+    """The folder or file of a model, fetched from a hub where it is no path.
 
     Raises:
         ModelError: there is none.
     """
-    path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.is_file():
-        raise ModelError(
-            f"model {model!r} is a file that does not end in .gguf; give that, or a model's folder"
-        )
-    if (
-        path.suffix == ".gguf"
-        or path.is_absolute()
-        or model.count("/") != 1
-        or model.startswith(("./", "../", "~"))
-    ):
-        raise ModelError(f"model {model!r} does not exist; give a model's folder or a .gguf file")
-    raise ModelError(
-        f"model {model!r} is neither a folder nor a .gguf file, and this release fetches nothing from a hub: "
-        f"run `hf download {model} --local-dir {path.name}`, then give {path.name!r}"
-    )
+    from noria.loading.hub import local_model
+
+    return local_model(model)
 
 
 def torch_device(name: str) -> "torch.device":

@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,9 @@ from noria.runner.base import (
 )
 from noria.runner.step import StepView
 from noria.runner.thread import ThreadRunner
+from noria.scores import Scores, scores_of
 from noria.stats import EngineStats, StatsKeeper
+from noria.token_log import TokenLog
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +60,13 @@ class _InFlight:
         step: its id.
         buffer_index: where it lies in the ring.
         max_idle_us: the runner's wait before it that counts as idle, at most; None: all of it.
+        row_handles: `[num_rows]` int64: whose its rows are, where log probabilities are asked for.
     """
 
     step: int
     buffer_index: int
     max_idle_us: int | None
+    row_handles: npt.NDArray[np.int64] | None
 
 
 class Engine:
@@ -108,6 +112,9 @@ class Engine:
         self._stats = StatsKeeper(core, num_seats)
         self._rows: list[npt.NDArray[np.int64]] = []  # this turn's events, and when they came
         self._times: list[tuple[int, int]] = []
+        self._scores: list[Scores] = []  # of this turn
+        self._num_scored = 0  # requests that ask for them
+        self._log = TokenLog()
 
     # ---- what a caller asks
 
@@ -161,6 +168,7 @@ class Engine:
         cache_salt: bytes = b"",
         parked: bool = False,
         host_masked: bool = False,
+        reads_prefix_cache: bool = True,
     ) -> int:
         """Queues a request.
 
@@ -173,6 +181,7 @@ class Engine:
             cache_salt: at most 16 bytes; requests of different salts never share KV.
             parked: it waits out of line until `unpark`.
             host_masked: its logits are edited by the mask provider.
+            reads_prefix_cache: whether it takes KV that others computed; one whose prompt is scored does not.
 
         Returns:
             Its handle.
@@ -195,8 +204,12 @@ class Engine:
             cache_salt=cache_salt,
             parked=parked,
             host_masked=host_masked,
+            reads_prefix_cache=reads_prefix_cache,
         )
         self._requests[handle] = init
+        self._num_scored += init.is_scored
+        if init.reads_output:
+            self._log.watch(handle)
         if was_idle:
             self._work_since_us = now_us
         return handle
@@ -292,9 +305,12 @@ class Engine:
             return None
         rows = np.concatenate(self._rows) if self._rows else np.empty((0, 4), dtype=np.int64)
         counts, times = zip(*self._times, strict=True) if self._times else ((), ())
+        times_us = np.repeat(np.asarray(times, dtype=np.int64), np.asarray(counts, dtype=np.int64))
+        events = Events(rows, times_us, tuple(self._scores))
         self._rows.clear()
         self._times.clear()
-        return Events(rows, np.repeat(np.asarray(times, dtype=np.int64), np.asarray(counts, dtype=np.int64)))
+        self._scores.clear()
+        return events
 
     def _plan_ahead(self) -> None:
         while len(self._in_flight) < self._depth and self._held is None:
@@ -318,12 +334,13 @@ class Engine:
         inits: Sequence[SeatInit] = ()
         if view.num_gained:
             seats, handles = view.gained_seats, view.gained_handles
-            inits = [self._requests[handle] for handle in handles.tolist()]
+            inits = [self._seat_init(handle) for handle in handles.tolist()]
             self._seat_handles[seats] = handles
             self._seat_prompt_tokens[seats] = [init.num_prompt_tokens for init in inits]
         max_idle_us = None if self._work_since_us is None else now_us - self._work_since_us
         self._work_since_us = None
-        launched = _InFlight(step, self._next_buffer, max_idle_us)
+        row_handles = self._seat_handles[view.row_seat] if self._num_scored else None
+        launched = _InFlight(step, self._next_buffer, max_idle_us, row_handles)
         self._in_flight.append(launched)
         self._runner.forward(step, launched.buffer_index, inits)
         if view.num_host_masked:
@@ -331,6 +348,13 @@ class Engine:
         else:
             self._runner.sample(step)
         self._next_buffer = (self._next_buffer + 1) % len(self._ring)
+
+    def _seat_init(self, handle: int) -> SeatInit:
+        """What the runner has to know of a request that gains a seat now."""
+        init = self._requests[handle]
+        if not init.reads_output:
+            return init
+        return replace(init, context=replace(init.context, output_token_ids=self._log.outputs(handle)))
 
     def _supply_masks(self) -> None:
         """Enqueues the held sample, once every earlier step is committed."""
@@ -373,6 +397,8 @@ class Engine:
                 result.step, sampled.num_ids, sampled.ids, result.device_us, now_us
             )
             self._collect(num_events, now_us, _NO_TOKEN)
+            if oldest.row_handles is not None:
+                self._scores += scores_of(sampled, oldest.row_handles)
         idle_us = result.forward_wait_us
         if oldest.max_idle_us is not None:
             idle_us = min(idle_us, oldest.max_idle_us)
@@ -388,12 +414,14 @@ class Engine:
         rows = self._core.events[:num_events].copy()
         self._rows.append(rows)
         self._times.append((num_events, now_us))
+        self._log.add(rows)
         finished = rows[rows[:, 1] == _core.FINISHED]
         if not len(finished):
             return
         self._seat_handles[np.isin(self._seat_handles, finished[:, 0])] = _NOBODY
         for handle in finished[:, 0].tolist():
-            del self._requests[handle]
+            self._num_scored -= self._requests.pop(handle).is_scored
+        self._log.forget(finished[:, 0])
         for handle in finished[finished[:, 2] == _core.ERROR, 0].tolist():
             self._causes.setdefault(handle, error_cause)
 
@@ -432,8 +460,8 @@ class Engine:
     def _require_usable(self) -> None:
         if os.getpid() != self._process_id:
             raise EngineDeadError(
-                f"the engine takes no more work: it belongs to process {self._process_id}, and this is process "
-                f"{os.getpid()}, forked from it, where the engine's thread does not exist; make a new one here"
+                f"the engine takes no more work: it belongs to process {self._process_id}, and this is "
+                f"process {os.getpid()}, forked from it, where its thread does not exist; make a new one here"
             )
         if self._dead is not None:
             raise EngineDeadError(f"the engine takes no more work: {self._dead}")

@@ -1,7 +1,6 @@
 """`LLM`: prompts in, answers out."""
 
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,61 +10,29 @@ from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from noria import _core
-from noria.config import EngineConfig, model_path, torch_device
-from noria.engine import Engine, start_engine
+from noria.answers import refused_output
+from noria.assembly import Assembly
+from noria.config import EngineConfig
+from noria.engine import Engine
 from noria.errors import ConfigError, NoriaError, RejectedError
 from noria.interrupts import HeldInterrupts
-from noria.kv_cache import KvCache
-from noria.memory import kv_memory_budget
-from noria.models import Model, load_model
-from noria.outputs import (
-    FINISH_REASONS,
-    CompletionOutput,
-    EventCollector,
-    Events,
-    FinishedRequest,
-    RequestMetrics,
-    RequestOutput,
-)
+from noria.models import Model
+from noria.outputs import EventCollector, Events, RequestOutput
 from noria.progress import ProgressBar
 from noria.prompts import Prompt, PromptInput, split_prompts, tokenize_prompts
-from noria.runner.base import SeatInit
-from noria.runner.torch_runner import TorchExecutor
+from noria.requests import Submitted
 from noria.sampling.params import SamplingParams
 from noria.stats import EngineStats
-from noria.text.tokenizer import Tokenizer, load_tokenizer
+from noria.text.tokenizer import Tokenizer
 
 OnEvents = Callable[[Events, npt.NDArray[np.int64]], None]
 """Called after each turn with its events, and for each of them the index of its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A request on its way.
-
-    Attributes:
-        request_id: its name.
-        handle: the engine's.
-        prompt: as given.
-        token_ids: of the prompt.
-        params: its own.
-        arrival_us: when it was submitted.
-    """
-
-    request_id: str
-    handle: int
-    prompt: Prompt
-    token_ids: list[int]
-    params: SamplingParams
-    arrival_us: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Refused:
-    """A request that was not submitted, and why."""
+    """A prompt that was not submitted, and why."""
 
     request_id: str
     prompt: Prompt
@@ -132,45 +99,13 @@ class LLM:
             seed=seed,
             skip_tokenizer_init=skip_tokenizer_init,
         )
-        if not self.config.model.strip():
-            raise ConfigError(
-                f"model is {self.config.model!r}; give a model's folder or a .gguf file",
-                name="model",
-                value=self.config.model,
-            )
-        path = model_path(self.config.model)
-        where = torch_device(self.config.device)
-        # The tokenizer is read first: it takes no time, and its errors need not wait for the weights.
-        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(path)
-        self.model: Model = load_model(
-            path,
-            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            device=where,
-            max_model_len=max_model_len,
-            backend=self.config.backend,
-        )
-        self.resolved_config = self.config.resolve(
-            self.model.config, self.model.dtype, kv_memory_budget(where)
-        )
-        for note in (f"backend: {self.model.backend_reason}", *self.resolved_config.notes):
-            print(note, file=sys.stderr)
-        self._eos_token_ids = set(self.model.config.eos_token_ids)
-        if self.tokenizer is not None:
-            self._eos_token_ids.update(self.tokenizer.eos_token_ids)
+        self._assembly = Assembly(self.config)
+        self.tokenizer: Tokenizer | None = self._assembly.tokenizer
+        self.model: Model = self._assembly.model
+        self.resolved_config = self._assembly.resolved_config
+        self.engine: Engine = self._assembly.engine
         self._num_requests = 0
         self._generating_thread: int | None = None
-        self.engine: Engine = self._start_engine(where)
-
-    def _start_engine(self, device: torch.device) -> Engine:
-        core = self.resolved_config.core()
-        kv = KvCache(
-            self.model.config,
-            self.resolved_config.num_kv_blocks,
-            self.config.block_size,
-            self.model.dtype,
-            device,
-        )
-        return start_engine(core, TorchExecutor(self.model, kv, core.layout), depth=self.config.depth)
 
     # ---- what a caller asks
 
@@ -227,15 +162,23 @@ class LLM:
             )
         self._generating_thread = threading.get_ident()
         try:
-            requests = self._submit_all(given, params, priority, on_error)
-            submitted = [request for request in requests if isinstance(request, _Submitted)]
-            finished = iter(self._run(requests, submitted, use_tqdm, on_events))
-            started_ns = time.perf_counter_ns()
-            outputs = [
-                _refused_output(request)
-                if isinstance(request, _Refused)
-                else self._output(request, next(finished))
+            prompts_submitted = self._submit_all(given, params, priority, on_error)
+            submitted = [
+                request
+                for requests in prompts_submitted
+                if isinstance(requests, list)
                 for request in requests
+            ]
+            collector = self._run(submitted, use_tqdm, on_events)
+            started_ns = time.perf_counter_ns()
+            finished = iter(collector.finished())
+            outputs = [
+                refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
+                if isinstance(requests, _Refused)
+                else self._assembly.writer.output(
+                    [self._assembly.answer(request, next(finished)) for request in requests], collector.scores
+                )
+                for requests in prompts_submitted
             ]
             self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
             return outputs
@@ -248,7 +191,7 @@ class LLM:
 
     def close(self) -> None:
         """Stops the engine. Idempotent."""
-        self.engine.close()
+        self._assembly.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,147 +212,75 @@ class LLM:
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
         on_error: str,
-    ) -> list[_Submitted | _Refused]:
+    ) -> list[list[Submitted] | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
-        requests: list[_Submitted | _Refused] = []
+        requests: list[list[Submitted] | _Refused] = []
         started_ns = time.perf_counter_ns()
         tokenized = tokenize_prompts(given, self.tokenizer)
         self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
         try:
             for index, (prompt, token_ids) in enumerate(tokenized):
-                request_id = str(self._num_requests)
+                number = self._num_requests
                 self._num_requests += 1
+                children: list[Submitted] = []
                 try:
                     if isinstance(token_ids, RejectedError):
                         raise token_ids
-                    rank = 0 if priority is None else _checked_priority(priority[index])
-                    requests.append(self._submit(request_id, prompt, token_ids, params[index], rank))
+                    rank = 0 if priority is None else priority[index]
+                    asked = self._assembly.ask(
+                        str(number), number, index, prompt, token_ids, params[index], rank
+                    )
+                    self._assembly.submit(asked, children)
+                    requests.append(children)
                 except RejectedError as error:
+                    self._assembly.abandon(children, waits=False)
                     ids = [] if isinstance(token_ids, RejectedError) else token_ids
                     if on_error == "return":
-                        requests.append(_Refused(request_id, prompt, ids, error))
+                        requests.append(_Refused(str(number), prompt, ids, error))
                         continue
                     message = f"prompt {index}: {error}"
                     raise type(error)(message, value=error.value, limit=error.limit) from error
+                except BaseException:
+                    requests.append(children)
+                    raise
         except BaseException:
             # Whatever it was (Ctrl-C too): those before it must not run with the next call's.
-            self._abandon(requests)
+            self._assembly.abandon(
+                [child for children in requests if isinstance(children, list) for child in children]
+            )
             raise
         return requests
-
-    def _submit(
-        self, request_id: str, prompt: Prompt, token_ids: list[int], params: SamplingParams, priority: int
-    ) -> _Submitted:
-        seed = params.seed
-        if seed is None:
-            seed = _request_seed(self.config.seed, int(request_id))
-        stop_token_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
-        # The core cuts it to what the prompt leaves.
-        max_tokens = self.resolved_config.max_model_len
-        if params.max_tokens is not None:
-            max_tokens = min(max_tokens, params.max_tokens)
-        arrival_us = time.perf_counter_ns() // 1000
-        handle = self.engine.submit(
-            token_ids,
-            SeatInit(params, seed, len(token_ids)),
-            max_tokens,
-            stop_token_ids=sorted(stop_token_ids),
-            priority=priority,
-        )
-        return _Submitted(request_id, handle, prompt, token_ids, params, arrival_us)
 
     # ---- through
 
     def _run(
-        self,
-        requests: Sequence[_Submitted | _Refused],
-        submitted: Sequence[_Submitted],
-        use_tqdm: bool,
-        on_events: OnEvents | None,
-    ) -> list[FinishedRequest]:
+        self, submitted: Sequence[Submitted], use_tqdm: bool, on_events: OnEvents | None
+    ) -> EventCollector:
         """Turns the engine until all have finished and nothing is in flight."""
         collector = EventCollector([request.handle for request in submitted])
-        prompt_indices = np.array(
-            [index for index, request in enumerate(requests) if isinstance(request, _Submitted)] + [-1]
-        )
+        prompt_indices = np.array([*(request.prompt_index for request in submitted), -1])
         with HeldInterrupts() as interrupts, ProgressBar(len(submitted), is_shown=use_tqdm) as progress:
             try:
                 while collector.num_finished < len(submitted) or self.engine.has_work:
                     interrupts.raise_pending()
+                    self._assembly.watch.unpark_compiled(self.engine)
                     events = self.engine.turn(while_waiting=interrupts.raise_second)
                     if events is None:
-                        raise NoriaError(f"{len(submitted) - collector.num_finished} requests never finished")
+                        if not self._assembly.watch.is_compiling:
+                            num_left = len(submitted) - collector.num_finished
+                            raise NoriaError(f"{num_left} requests never finished")
+                        self._assembly.watch.unpark_compiled(self.engine, timeout_s=1.0)
+                        continue
+                    self._assembly.watch.see(events, self.engine)
                     indices = collector.add(events)
                     progress.update(collector.num_finished, collector.num_tokens)
                     if on_events is not None:
                         on_events(events, prompt_indices[indices])
             except BaseException:
                 # After a second Ctrl-C the step in flight is not waited for: the next call's first turn does.
-                self._abandon(submitted, waits=not interrupts.has_second)
+                self._assembly.abandon(submitted, waits=not interrupts.has_second)
                 raise
-        return collector.finished()
-
-    def _abandon(self, requests: Sequence[_Submitted | _Refused], *, waits: bool = True) -> None:
-        """Aborts what was submitted, and lets what is in flight end if it `waits`."""
-        if not self.engine.is_usable:
-            return
-        for request in requests:
-            if isinstance(request, _Submitted):
-                self.engine.abort(request.handle)
-        while waits and self.engine.has_work:
-            self.engine.turn()
-
-    # ---- out
-
-    def _output(self, request: _Submitted, finished: FinishedRequest) -> RequestOutput:
-        token_ids: list[int] = finished.token_ids.tolist()
-        has_stopped = finished.reason == _core.STOP and bool(token_ids)
-        text = ""
-        if self.tokenizer is not None and request.params.detokenize:
-            # The token that stopped it is no part of the answer's text.
-            shown = token_ids[:-1] if has_stopped else token_ids
-            text = self.tokenizer.decode(
-                shown, skip_special_tokens=request.params.skip_special_tokens, after_prompt=True
-            )
-        is_asked = has_stopped and (request.params.ignore_eos or token_ids[-1] not in self._eos_token_ids)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=token_ids,
-            finish_reason=FINISH_REASONS[finished.reason],
-            stop_reason=token_ids[-1] if is_asked else None,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt.text,
-            prompt_token_ids=request.token_ids,
-            outputs=[completion],
-            finished=True,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_us / 1e6,
-                first_scheduled_time=_seconds(finished.first_scheduled_us),
-                first_token_time=_seconds(finished.first_token_us),
-                finished_time=_seconds(finished.finished_us),
-                num_preemptions=finished.num_preemptions,
-                num_cached_tokens=finished.num_cached_tokens,
-            ),
-            error=self.engine.take_cause(request.handle),
-        )
-
-
-def _refused_output(request: _Refused) -> RequestOutput:
-    completion = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", stop_reason=None)
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt.text,
-        prompt_token_ids=request.token_ids,
-        outputs=[completion],
-        finished=True,
-        metrics=None,
-        error=str(request.error),
-    )
+        return collector
 
 
 def _spread_params(
@@ -435,26 +306,3 @@ def _spread_params(
             limit=num_prompts,
         )
     return sampling_params
-
-
-def _checked_priority(priority: object) -> int:
-    """A band that the core can hold."""
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-        raise RejectedError(
-            f"its priority is {priority!r}; it must be an integer from -2**31 to 2**31 - 1",
-            value=priority,
-            limit=2**31 - 1,
-        )
-    return priority
-
-
-def _request_seed(seed: int, number: int) -> int:
-    """A seed for the engine's request `number`: splitmix64 of both; 0 to 2**63 − 1."""
-    x = (seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-    return (x ^ x >> 31) >> 1
-
-
-def _seconds(time_us: int | None) -> float | None:
-    return None if time_us is None else time_us / 1e6

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noria import _core
+from noria.scores import ScoreBook, Scores, TokenLogprobs
 
 FINISH_REASONS = {
     _core.STOP: "stop",
@@ -28,10 +29,12 @@ class Events:
     Attributes:
         rows: `[n, 4]` int64: handle, kind and two values, as DESIGN.md chapter 1 lists them.
         times_us: `[n]` int64: microseconds on the clock of `time.perf_counter`.
+        scores: log probabilities of tokens, where requests ask for them.
     """
 
     rows: npt.NDArray[np.int64]
     times_us: npt.NDArray[np.int64]
+    scores: Sequence[Scores] = ()
 
     @property
     def handles(self) -> npt.NDArray[np.int64]:
@@ -73,16 +76,21 @@ class CompletionOutput:
         index: which of the prompt's answers.
         text: the decoded tokens; empty without a tokenizer, or if `detokenize` is off.
         token_ids: all sampled tokens; the token that stopped it included.
-        finish_reason: `stop`, `length`, `abort`, `expired` or `error`.
-        stop_reason: the id from `stop_token_ids` that stopped it; None for end of sequence, and
-            for every other reason.
+        finish_reason: `stop`, `length`, `abort`, `expired` or `error`; None while it is being made, as a
+            stream of `AsyncEngine` gives it out.
+        stop_reason: the text from `stop` or the id from `stop_token_ids` that stopped it; None for end of
+            sequence, and for every other reason.
+        cumulative_logprob: sum of the tokens' log probabilities; None if `logprobs` is.
+        logprobs: for each token the log probabilities of it and of the most likely ones, if asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
-    stop_reason: int | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +101,12 @@ class RequestOutput:
         request_id: a name that no other request of this engine has.
         prompt: its text; None if it was given as token ids.
         prompt_token_ids: its token ids.
-        outputs: its answers, one in this release.
-        finished: always true: only whole answers are given out.
-        metrics: its times; None if it was refused before it was submitted.
+        outputs: its answers, as many as `n` says.
+        finished: all answers are whole; false only in a stream of `AsyncEngine`.
+        metrics: its times; None if it was refused before it was submitted, or has not finished.
         error: why it ended with `finish_reason` `error`; else None.
+        prompt_logprobs: for each prompt token the log probabilities of it and of the most likely ones, if
+            asked for; None for the first, which nothing precedes. In a stream it comes at the end.
     """
 
     request_id: str
@@ -106,6 +116,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,9 @@ class EventCollector:
 
     Args:
         handles: whose events to keep, in the order in which `finished` gives them.
+
+    Attributes:
+        scores: log probabilities of their tokens.
     """
 
     def __init__(self, handles: Sequence[int]) -> None:
@@ -148,6 +162,7 @@ class EventCollector:
         self._indices: list[npt.NDArray[np.int64]] = []
         self._num_finished = 0
         self._num_tokens = 0
+        self.scores = ScoreBook()
 
     @property
     def num_finished(self) -> int:
@@ -174,6 +189,8 @@ class EventCollector:
         self._rows.append(events.rows[ours])
         self._times.append(events.times_us[ours])
         self._indices.append(indices[ours])
+        if events.scores:
+            self.scores.add(events.scores, self._sorted)
         kinds = self._rows[-1][:, 1]
         self._num_finished += int(np.count_nonzero(kinds == _core.FINISHED))
         self._num_tokens += int(np.count_nonzero(kinds == _core.TOKEN))

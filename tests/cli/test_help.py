@@ -9,8 +9,10 @@ from noria.cli.app import build_app
 from noria.cli.overview import SUMMARIES
 
 COMMANDS = [
+    ("chat",),
     ("generate",),
     ("demo",),
+    ("models",),
     ("env",),
     ("bench", "throughput"),
     ("bench", "scheduler"),

@@ -1,7 +1,7 @@
 //! What is refused, with its numbers, and that nothing of it stays.
 
 use noria_core::{
-    Config, EventKind, FinishReason, Handle, Planned, Reject, Request, Scheduler, StepId,
+    Config, Drafts, EventKind, FinishReason, Handle, Planned, Reject, Request, Scheduler, StepId,
 };
 
 use crate::support::{Ask, World};
@@ -162,6 +162,30 @@ fn a_stale_handle_is_ignored() {
     }
     world.drain();
     assert_eq!(world.account(second).end, Some((FinishReason::Length, 2)));
+}
+
+#[test]
+fn a_finish_reports_no_more_output_tokens_than_there_are() {
+    for (given, reported) in [(0, 0), (1, 1), (2, 2), (3, 2), (u32::MAX, 2)] {
+        let mut core = Scheduler::new(config()).expect("the configuration is good");
+        let mut buffer = vec![0; core.layout().size];
+        let handle = core
+            .submit(0, &Request::new(&[1, 2], 9))
+            .expect("it is accepted");
+        for _ in 0..2 {
+            let Planned::Step(step) = core.plan(0, &Drafts::none(), &mut buffer) else {
+                panic!("there is a step to plan");
+            };
+            core.commit(step, &[1], &[7], 0, 0).expect("one id a row");
+        }
+        // A token in flight is none yet.
+        core.plan(0, &Drafts::none(), &mut buffer);
+        assert!(core.finish(handle, given, FinishReason::Abort, 0));
+        let end = core.events().last().expect("its end is reported");
+        assert_eq!((end.handle, end.kind), (handle, EventKind::Finished));
+        assert_eq!(end.second, reported);
+        core.check();
+    }
 }
 
 #[test]

@@ -134,11 +134,6 @@ def test_every_choice_makes_a_core(batching: str, policy: str) -> None:
 # ---- models and devices
 
 
-def test_a_hub_id_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ModelError, match="hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M"):
-        model_path("HuggingFaceTB/SmolLM2-135M")
-
-
 @pytest.mark.parametrize(
     "name", ["nothing-here", "/no/such/folder", "./no/folder", "a/b/c", "none.gguf", "x/y.gguf"]
 )

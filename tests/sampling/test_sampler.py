@@ -35,19 +35,26 @@ def reference_weights(logits: Row, params: SamplingParams) -> Row:
 
 
 class ReferenceRow:
-    """Draws by inverse transform in id order."""
+    """Draws by inverse transform in id order; draws what top-p drops again, from what is likelier."""
 
     def __init__(self, logits: torch.Tensor, params: SamplingParams) -> None:
         self._logits = logits.double().numpy()
         self._is_greedy = params.is_greedy
         if not params.is_greedy:
-            self._upto = np.cumsum(reference_weights(self._logits, params))
+            self._probs = reference_weights(self._logits, dataclasses.replace(params, top_p=1.0))
+            self._kept = reference_weights(self._logits, params) > 0
 
     def token(self, seed: int, position: int) -> int:
         if self._is_greedy:
             return int(np.argmax(self._logits))
-        u = float(uniform(torch.tensor([seed]), torch.tensor([position]))[0])
-        return int(np.searchsorted(self._upto, u, side="right"))
+        probs = self._probs
+        for attempt in itertools.count():
+            u = float(uniform(torch.tensor([seed]), torch.tensor([position]), attempt)[0])
+            token = int(np.searchsorted(np.cumsum(probs), u * probs.sum(), side="right"))
+            if self._kept[token]:
+                return token
+            probs = np.where(self._logits > self._logits[token], probs, 0.0)
+        raise AssertionError
 
 
 def sample(
@@ -167,19 +174,26 @@ def test_many_draws_have_the_asked_for_distribution(params: SamplingParams, dtyp
 
 def test_a_flat_row_of_a_real_vocabulary_keeps_exactly_its_top_p() -> None:
     logits = random_logits(2, 49152, seed=1, scale=0.5)
-    params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.9, top_k=20000, temperature=0.8)]
-    for position in range(3):
-        sampled = sample(logits, params, [3, 3], [position] * 2)
-        for row in range(2):
-            row_logits = logits[row].numpy()
-            order = np.argsort(-row_logits)
-            weights = np.exp((row_logits - row_logits.max()) / params[row].temperature)
-            if params[row].top_k:
-                weights[order[params[row].top_k :]] = 0.0
-            before = np.cumsum(weights[order]) - weights[order]
-            weights[order[before >= 0.9 * weights.sum()]] = 0.0
-            u = float(uniform(torch.tensor([3]), torch.tensor([position]))[0])
-            assert sampled.ids[row] == np.searchsorted(np.cumsum(weights), u * weights.sum(), side="right")
+    params = [SamplingParams(top_p=0.5), SamplingParams(top_p=0.9, top_k=20000, temperature=0.8)]
+    num = 300
+    its_sampler = Sampler(2, 49152, CPU)
+    its_sampler.set_seats([0, 1], params, [3, 4])
+    for row in range(2):
+        row_logits = logits[row].numpy()
+        order = np.argsort(-row_logits)
+        weights = np.exp((row_logits - row_logits.max()) / params[row].temperature)
+        if params[row].top_k:
+            weights[order[params[row].top_k :]] = 0.0
+        before = np.cumsum(weights[order]) - weights[order]
+        kept = np.zeros(49152, dtype=bool)
+        kept[order[before < params[row].top_p * weights.sum()]] = True
+        seats = torch.full((num,), row)
+        ids = its_sampler.sample(logits[row].expand(num, -1), seats, torch.arange(num)).ids.numpy()
+        assert kept[ids].all()
+        rank = np.empty(49152)
+        rank[order] = np.cumsum(np.where(kept, weights, 0.0)[order]) / weights[kept].sum()
+        deciles = np.bincount((rank[ids] * 10).astype(int).clip(0, 9), minlength=10)
+        assert ((deciles - num / 10) ** 2 / (num / 10)).sum() < 27.9  # chi-square, 9 degrees, 1 in 1,000
 
 
 @pytest.fixture
@@ -305,7 +319,7 @@ def test_a_seat_keeps_its_parameters_until_it_is_gained_again() -> None:
 
 
 def test_a_row_that_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, list[int]] = {"draw": [], "top_k_threshold": [], "top_p_threshold": []}
+    asked: dict[str, list[int]] = {"draw": [], "top_k_threshold": [], "draw_nucleus": []}
     for name, calls in asked.items():
         original = getattr(sampler, name)
 
@@ -320,10 +334,10 @@ def test_a_row_that_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatc
     assert not any(asked.values())
     plain = SamplingParams()
     sample(logits, [greedy, plain, plain, greedy, plain, plain], [0] * 6, [0] * 6)
-    assert asked == {"draw": [4], "top_k_threshold": [], "top_p_threshold": []}
+    assert asked == {"draw": [4], "top_k_threshold": [], "draw_nucleus": []}
     some = [greedy, SamplingParams(top_k=3), plain, SamplingParams(top_p=0.5), SamplingParams(top_k=9), plain]
     sample(logits, some, [0] * 6, [0] * 6)
-    assert asked == {"draw": [4, 5], "top_k_threshold": [2], "top_p_threshold": [1]}
+    assert asked == {"draw": [4, 5], "top_k_threshold": [2], "draw_nucleus": [1]}
 
 
 def test_the_logits_are_not_modified() -> None:

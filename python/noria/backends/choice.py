@@ -12,7 +12,7 @@ _CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def chosen_backend(
-    backend: str, dtype: torch.dtype, device: torch.device
+    backend: str, dtype: torch.dtype, device: torch.device, *, is_foreign: bool = False
 ) -> tuple[Literal["torch", "cpu"], str]:
     """The backend, and a clause that says why.
 
@@ -20,6 +20,7 @@ def chosen_backend(
         backend: "torch", "cpu", or "auto": cpu where it can be.
         dtype: of the model.
         device: where it runs.
+        is_foreign: transformers' modules run it, not a forward of noria's.
 
     Raises:
         ConfigError: none of that name, or the cpu backend does not compute this dtype on this device.
@@ -32,6 +33,8 @@ def chosen_backend(
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         failure = f"it runs on CPUs, and the device is {device}"
+    elif is_foreign:
+        failure = "it runs noria's own models, and transformers' modules run this one"
     elif dtype not in _CPU_DTYPES:
         failure = f"it computes float32 and bfloat16, and the dtype is {name}"
     else:

@@ -6,7 +6,7 @@ from importlib import metadata
 
 from cyclopts import App
 
-from noria.cli import bench, demo, env, generate
+from noria.cli import bench, chat, demo, env, generate, models
 from noria.cli.overview import START_HERE, TITLE
 
 
@@ -22,7 +22,9 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,  # `main` has an answer to it
     )
     _add(app, generate.generate, generate.EXAMPLES)
+    _add(app, chat.chat, chat.EXAMPLES)
     _add(app, demo.demo, demo.EXAMPLES)
+    _add(app, models.models, models.EXAMPLES)
     _add(app, env.env, env.EXAMPLES)
     benches = App(name="bench", help="Measure throughput and the cost of scheduling.")
     _add(benches, bench.throughput, bench.THROUGHPUT_EXAMPLES)

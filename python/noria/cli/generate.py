@@ -34,6 +34,7 @@ _NO_MODEL_FLAGS = ModelFlags()
 _NO_ENGINE_FLAGS = EngineFlags()
 _NO_SAMPLING_FLAGS = SamplingFlags()
 _HEADER_CHARS = 72
+_MAX_TOKENS = 128
 
 
 def generate(
@@ -79,7 +80,9 @@ def generate(
         raise ConfigError("--system needs --chat", name="--system", value=system)
     given_ids = [parse_ids(text, "--prompt-token-ids") for text in prompt_token_ids]
     path = resolve_model(model)
-    params = sampling_params(sampling)  # before the weights: its errors need not wait for them
+    params = sampling_params(
+        sampling, max_tokens=_MAX_TOKENS
+    )  # before the weights: its errors need not wait for them
 
     from noria.llm import LLM
 
@@ -108,8 +111,12 @@ def generate(
             _print_all(llm.generate(inputs, params), headers)
 
 
-def sampling_params(flags: SamplingFlags) -> "SamplingParams":
+def sampling_params(flags: SamplingFlags, *, max_tokens: int | None) -> "SamplingParams":
     """The engine's parameters from the flags.
+
+    Args:
+        flags: as given.
+        max_tokens: where the flags do not say; None: what the context leaves.
 
     Raises:
         SamplingParamsError: a value is out of its range.
@@ -124,7 +131,7 @@ def sampling_params(flags: SamplingFlags) -> "SamplingParams":
         top_p=flags.top_p,
         min_p=flags.min_p,
         seed=time.time_ns() if flags.seed is None else flags.seed,
-        max_tokens=flags.max_tokens,
+        max_tokens=max_tokens if flags.max_tokens is None else flags.max_tokens,
         stop_token_ids=stop_ids,
         ignore_eos=flags.ignore_eos,
     )

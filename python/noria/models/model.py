@@ -1,5 +1,6 @@
 """A loaded model, and loading it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +25,12 @@ from noria.loading.dtype import chosen_dtype
 from noria.loading.gguf import GgufWeights, read_gguf_config
 from noria.loading.gguf_file import GgufFile
 from noria.loading.hf import HfWeights, read_hf_config
-from noria.loading.weights import TorchWeights
+from noria.loading.progress import LoadingBar
+from noria.loading.weights import LinearLayout, TorchWeights
 from noria.models.config import ModelConfig
 from noria.models.family import Network
-from noria.models.registry import ARCHITECTURES
+from noria.models.foreign import load_foreign
+from noria.models.registry import ARCHITECTURES, implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,11 @@ class Model:
     network: Network
     attention: Attention
     program: RecordedForward | None
+
+    @property
+    def implementation(self) -> str:
+        """A clause that says what runs it: noria's own forward, or transformers' modules."""
+        return implementation(self.config)
 
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Computes one step; K and V of its tokens are in the cache when it returns.
@@ -97,30 +105,32 @@ def load_model(
     """
     path = Path(path)
     torch_dtype, reason = chosen_dtype(dtype, device)
-    name, backend_reason = chosen_backend(backend, torch_dtype, device)
-    builder = CpuBuilder() if name == "cpu" else None
-    kernel = chosen_kernel(torch_dtype, device) if builder is None else CpuLinears(builder, torch_dtype)
-    if is_gguf(path):
-        file = GgufFile(path)
-        config = read_gguf_config(file)
-        length = _length(max_model_len, config)
-        with GgufWeights(file, config) as source:
-            weights: TorchWeights[Any] = TorchWeights(source, config, torch_dtype, device, kernel, length)
-            network = _build(config, weights)
+    file = GgufFile(path) if is_gguf(path) else None
+    config = read_hf_config(path) if file is None else read_gguf_config(file)
+    length = _length(max_model_len, config)
+    name, backend_reason = chosen_backend(backend, torch_dtype, device, is_foreign=config.is_foreign)
+    network: Network
+    program: RecordedForward | None = None
+    if config.is_foreign:
+        config, network = load_foreign(path, config, torch_dtype, device)
+        linear_kernel = "transformers' modules as they are"
+    elif name == "cpu":
+        builder = CpuBuilder()
+        linears = CpuLinears(builder, torch_dtype)
+        network = _network(path, file, config, torch_dtype, device, linears, length)
+        result = network.forward(RecordingOps(builder))
+        program = RecordedForward(builder.build(result, num_threads=chosen_threads()[0]))
+        linear_kernel = linears.reason
     else:
-        config = read_hf_config(path)
-        length = _length(max_model_len, config)
-        family = ARCHITECTURES[config.architecture]
-        with HfWeights(path, family.hf_prefixes, family.hf_ignored) as tensors:
-            weights = TorchWeights(tensors, config, torch_dtype, device, kernel, length)
-            network = _build(config, weights)
-    program = None if builder is None else _recorded(network, builder)
+        kernel = chosen_kernel(torch_dtype, device)
+        network = _network(path, file, config, torch_dtype, device, kernel, length)
+        linear_kernel = kernel.reason
     return Model(
         config=config,
         dtype=torch_dtype,
         dtype_reason=reason,
         device=device,
-        linear_kernel=kernel.reason,
+        linear_kernel=linear_kernel,
         max_model_len=length,
         backend=name,
         backend_reason=backend_reason,
@@ -141,12 +151,23 @@ def _length(max_model_len: int | None, config: ModelConfig) -> int:
     return limit if max_model_len is None else max_model_len
 
 
-def _recorded(network: Network, builder: CpuBuilder) -> RecordedForward:
-    result = network.forward(RecordingOps(builder))
-    return RecordedForward(builder.build(result, num_threads=chosen_threads()[0]))
-
-
-def _build(config: ModelConfig, weights: "TorchWeights[Any]") -> Network:
-    network = ARCHITECTURES[config.architecture].network(config, weights)
-    weights.check_all_used()
+def _network(
+    path: Path,
+    file: GgufFile | None,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: LinearLayout[Any],
+    max_model_len: int,
+) -> Network:
+    family = ARCHITECTURES[config.architecture]
+    opened = (
+        HfWeights(path, family.hf_prefixes, family.hf_ignored) if file is None else GgufWeights(file, config)
+    )
+    with opened as source:
+        num_elements = sum(math.prod(source.shape(name) or ()) for name in source.names())
+        with LoadingBar(num_elements) as bar:
+            weights = TorchWeights(source, config, dtype, device, layout, max_model_len, bar)
+            network = family.network(config, weights)
+        weights.check_all_used()
     return network

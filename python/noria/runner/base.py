@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noria.errors import NoriaError
+from noria.sampling.context import NO_CONTEXT, SeatContext
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +34,24 @@ class SeatInit:
         sampling_params: how its tokens are chosen.
         seed: signed 64-bit; the noise of a token is a function of it and of the output position.
         num_prompt_tokens: tokens of its prompt; positions from there on are output.
+        context: token ids that its logits edits depend on; its prompt's, if these are scored.
     """
 
     sampling_params: "SamplingParams"
     seed: int
     num_prompt_tokens: int
+    context: SeatContext = NO_CONTEXT
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether a seat that it gains back must be told what it has sampled."""
+        return self.sampling_params.has_penalty or bool(self.context.bad_words)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log probabilities of its tokens are asked for."""
+        params = self.sampling_params
+        return params.logprobs is not None or params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,25 @@ DraftProvider = Callable[[], Drafts | None]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log probabilities of some of a step's tokens.
+
+    Attributes:
+        rows: `[n]` int64: whose tokens; rows of the step.
+        positions: `[n]` int64: in the output, or in the prompt, from 0.
+        ids: `[n, 1 + k]` int64: the token, then the `k` most likely ones.
+        values: `[n, 1 + k]` float32: their log probabilities.
+        ranks: `[n]` int64: the token's rank, from 1.
+    """
+
+    rows: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledIds:
     """A step's tokens.
 
@@ -106,11 +139,15 @@ class SampledIds:
         ids: `[num_ids.sum()]` int32: in row order.
         device_us: what the device took, forward and sample together; None where the host's clock
             over both jobs says it.
+        output_scores: of the tokens themselves, where asked for.
+        prompt_scores: of prompt tokens in the step, where asked for.
     """
 
     num_ids: npt.NDArray[np.int32]
     ids: npt.NDArray[np.int32]
     device_us: int | None = None
+    output_scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None
 
 
 class PendingIds(Protocol):

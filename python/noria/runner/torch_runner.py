@@ -15,6 +15,7 @@ from noria.errors import ConfigError
 from noria.kv_cache import KvCache
 from noria.models import Model
 from noria.runner.base import DeviceLostError, HostMasks, PendingIds, SampledIds, SeatInit
+from noria.runner.scores import HeadTap, PendingScores, PromptScorer, to_host
 from noria.runner.step import StepView
 from noria.sampling.sampler import Sampler
 
@@ -49,7 +50,9 @@ class TorchExecutor:
         self._on_host = model.device.type == "cpu"
         self._block_size = layout.block_size
         self._sampler = Sampler(layout.max_num_seqs, model.config.vocab_size, model.device)
+        self._prompt_scorer = PromptScorer(layout.max_num_seqs, model.config.vocab_size, model.device)
         self._logits = torch.empty(0)
+        self._prompt_scores: PendingScores | None = None
         self._started = _mark(self._device)
 
         # Each shares its memory with the expander's array.
@@ -75,7 +78,9 @@ class TorchExecutor:
                     view.gained_seats.tolist(),
                     [init.sampling_params for init in inits],
                     [init.seed for init in inits],
+                    [init.context for init in inits],
                 )
+                self._prompt_scorer.set_seats(view.gained_seats, inits)
             moves = view.moves
             if len(moves):
                 src, dst = torch.from_numpy(moves.T.astype(np.int64))
@@ -84,19 +89,31 @@ class TorchExecutor:
     def forward(self, view: StepView) -> None:
         with torch.inference_mode(), _device_errors():
             self._started = _mark(self._device)
-            self._logits = self._model.forward(self._inputs(view), self._kv)
+            self._prompt_scores = None  # those of a step whose sample never came
+            targets = self._prompt_scorer.targets(view, self.expander)
+            if targets is None:
+                self._logits = self._model.forward(self._inputs(view), self._kv)
+                return
+            ops = HeadTap(self._inputs(view), self._kv, self._model.attention)
+            self._logits = self._model.network.forward(ops)
+            softcap = self._model.config.logits_softcap
+            self._prompt_scores = self._prompt_scorer.score(
+                targets, lambda tokens: ops.logits_of(tokens, softcap)
+            )
 
     def sample(self, view: StepView, masks: HostMasks | None) -> PendingIds:
         with torch.inference_mode(), _device_errors():
             logits = self._logits  # [num_logits, vocab_size]
             self._logits = torch.empty(0)
+            prompt_scores, self._prompt_scores = self._prompt_scores, None
             expander = self.expander
             rows = expander.sample_rows[: view.num_sample_rows]
             seats = expander.row_seats[rows]
             last_tokens = expander.logits_indices[: len(rows)]  # without drafts, one token's logits a row
             outputs = expander.positions[last_tokens] + 1 - expander.num_prompt_tokens[seats]
             if not len(rows):
-                return _Pending(view.num_rows, rows, torch.empty(0, dtype=torch.int64), self._started)
+                nothing = torch.empty(0, dtype=torch.int64)
+                return _Pending(view.num_rows, rows, nothing, self._started, None, prompt_scores)
             is_supplied = _apply_masks(view, rows, logits, masks)
             # Seats go in on the host: the sampler reads there which operations the step needs.
             sampled = self._sampler.sample(
@@ -104,7 +121,11 @@ class TorchExecutor:
             )
             self._last_token[self._moved(torch.from_numpy(seats))] = sampled.ids
             ids = torch.where(sampled.ok & self._moved(torch.from_numpy(is_supplied)), sampled.ids, _NONE)
-            return _Pending(view.num_rows, rows, ids, self._started)
+            scores = None
+            at = sampled.logprob_rows
+            if sampled.logprobs is not None and at is not None:
+                scores = PendingScores.of(rows[at], outputs[at], sampled.logprobs)
+            return _Pending(view.num_rows, rows, ids, self._started, scores, prompt_scores)
 
     def _inputs(self, view: StepView) -> StepInputs:
         num_tokens, num_rows, num_seat_rows = view.num_tokens, view.num_rows, view.num_seat_rows
@@ -152,19 +173,26 @@ class _Pending:
         rows: `[n]` int64: the rows that sample; copied.
         ids: `[n]` int64 on the device; −1 where there is none.
         started: when the step's forward began.
+        output_scores: of the ids, where asked for.
+        prompt_scores: of prompt tokens, where asked for.
     """
 
-    __slots__ = ("_copied", "_ids", "_num_rows", "_rows", "_started")
+    __slots__ = ("_copied", "_ids", "_num_rows", "_output_scores", "_prompt_scores", "_rows", "_started")
 
     def __init__(
-        self, num_rows: int, rows: npt.NDArray[np.int64], ids: torch.Tensor, started: torch.cuda.Event | None
+        self,
+        num_rows: int,
+        rows: npt.NDArray[np.int64],
+        ids: torch.Tensor,
+        started: torch.cuda.Event | None,
+        output_scores: PendingScores | None,
+        prompt_scores: PendingScores | None,
     ) -> None:
         self._num_rows = num_rows
         self._rows = rows.copy()
-        self._ids = ids
-        if ids.device.type != "cpu":
-            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self._ids.copy_(ids, non_blocking=True)
+        self._ids = to_host(ids)
+        self._output_scores = output_scores
+        self._prompt_scores = prompt_scores
         self._started = started
         self._copied = _mark(ids.device)
 
@@ -178,7 +206,13 @@ class _Pending:
         is_sampled = ids >= 0
         num_ids = np.zeros(self._num_rows, dtype=np.int32)
         num_ids[self._rows] = is_sampled
-        return SampledIds(num_ids, ids[is_sampled].astype(np.int32), device_us)
+        return SampledIds(
+            num_ids,
+            ids[is_sampled].astype(np.int32),
+            device_us,
+            None if self._output_scores is None else self._output_scores.wait(),
+            None if self._prompt_scores is None else self._prompt_scores.wait(),
+        )
 
 
 def _apply_masks(
@@ -212,6 +246,7 @@ def _apply_masks(
             logits[at_row] = edit(logits[at_row].clone())
         except Exception:  # noqa: BLE001  it ends its own request, not the step
             _log.warning("a logits edit failed; its request ends", exc_info=True)
+            is_supplied[at_row] = False
             continue
         is_supplied[at_row] = True
     return is_supplied

@@ -4,5 +4,6 @@ The sampler is not imported here: parameters must be cheap to import, and the sa
 """
 
 from noria.sampling.params import SamplingParams
+from noria.sampling.structured import StructuredOutputsParams
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingParams", "StructuredOutputsParams"]

@@ -2,7 +2,8 @@
 
 Ties. Greedy rows take the lowest of the equally likely ids. Top-k keeps every token that ties with the
 k-th, and top-p every token that ties with the last it needs: what is kept depends on the logits alone, not on
-how a device happens to rank equals. The draw is by inverse transform in id order.
+how a device happens to rank equals. A draw is by inverse transform in id order; what top-p does not keep is
+drawn again.
 
 A row's token is a function of its own logits, parameters, seed and output position: not of the other rows,
 and not of the number of threads.
@@ -15,11 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from noria.sampling.context import NO_CONTEXT, SeatContext
 from noria.sampling.draw import chunk_masses, draw
+from noria.sampling.edits import LogitsEdits
+from noria.sampling.logprobs import TokenLogprobs, token_logprobs
 from noria.sampling.noise import uniform
+from noria.sampling.nucleus import draw_nucleus
 from noria.sampling.params import SamplingParams
 from noria.sampling.scratch import Scratch, Use
-from noria.sampling.thresholds import Weighing, top_k_threshold, top_p_threshold
+from noria.sampling.thresholds import Weighing, top_k_threshold
 
 _ARGMAX_CHUNK = 256
 _SMALL_TOP_K = 256
@@ -38,10 +43,14 @@ class SampledTokens:
     Attributes:
         ids: `[n]` int64; 0, which any model can embed, where nothing could be sampled.
         ok: `[n]` bool; False where the row's largest logit is NaN or infinite, so that it means nothing.
+        logprob_rows: `[m]` int64, on the host: the rows whose requests ask for log probabilities.
+        logprobs: theirs; None if there are none.
     """
 
     ids: torch.Tensor
     ok: torch.Tensor
+    logprob_rows: npt.NDArray[np.int64] | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ class _HostState:
     has_min_p: npt.NDArray[np.bool_]
     has_top_p: npt.NDArray[np.bool_]
     top_k: npt.NDArray[np.int64]
+    num_logprobs: npt.NDArray[np.int64]
+    """−1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,9 @@ class Sampler:
             has_min_p=np.zeros(max_num_seqs, dtype=np.bool_),
             has_top_p=np.zeros(max_num_seqs, dtype=np.bool_),
             top_k=np.zeros(max_num_seqs, dtype=np.int64),
+            num_logprobs=np.full(max_num_seqs, -1, dtype=np.int64),
         )
+        self._edits = LogitsEdits(max_num_seqs, vocab_size, device)
         self._state = _DeviceState(
             inverse_temperature=torch.ones(max_num_seqs, dtype=torch.float64, device=device),
             min_p=torch.zeros(max_num_seqs, dtype=torch.float64, device=device),
@@ -96,13 +109,20 @@ class Sampler:
             seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
         )
 
-    def set_seats(self, seats: Sequence[int], params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
+    def set_seats(
+        self,
+        seats: Sequence[int],
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        contexts: Sequence[SeatContext] | None = None,
+    ) -> None:
         """Takes over the parameters of requests that gained a seat; an earlier step's are forgotten.
 
         Args:
             seats: each once.
             params: one a seat.
             seeds: one a seat, signed 64-bit: the request's own, or the one that the engine chose for it.
+            contexts: one a seat, for requests whose logits are edited.
         """
         if not len(seats) == len(params) == len(seeds):
             raise ValueError(f"{len(seats)} seats, {len(params)} params and {len(seeds)} seeds were given")
@@ -120,6 +140,8 @@ class Sampler:
         host.has_min_p[seat] = min_p > 0.0
         host.has_top_p[seat] = top_p < 1.0
         host.top_k[seat] = top_k
+        host.num_logprobs[seat] = [self._num_logprobs(p) for p in params]
+        self._edits.set_seats(seat, params, contexts or [NO_CONTEXT] * len(params))
         index = self._to_device(seat)
         state = self._state
         state.inverse_temperature[index] = self._to_device(1.0 / np.where(is_random, temperature, 1.0))
@@ -128,13 +150,19 @@ class Sampler:
         state.top_k[index] = self._to_device(top_k)
         state.seed[index] = self._to_device(np.array(seeds, dtype=np.int64))
 
+    def _num_logprobs(self, params: SamplingParams) -> int:
+        if params.logprobs is None:
+            return -1
+        return self.vocab_size if params.logprobs < 0 else min(params.logprobs, self.vocab_size)
+
     def sample(
         self, logits: torch.Tensor, seats: torch.Tensor, output_positions: torch.Tensor
     ) -> SampledTokens:
         """Samples one token a row.
 
         Args:
-            logits: `[n, vocab_size]` float32 or float64, on the sampler's device; not modified.
+            logits: `[n, vocab_size]` float32 or float64, on the sampler's device; rows whose requests edit
+                theirs are modified.
             seats: `[n]` int64. Best on the host: which operations a step needs is decided there.
             output_positions: `[n]` int64: from 0, the first output token; on any device.
         """
@@ -146,12 +174,33 @@ class Sampler:
             raise ValueError(f"logits must be float32 or float64; got {logits.dtype}")
         logits = logits.contiguous()
         seats_on_host = seats.cpu().numpy()
+        seats, output_positions = seats.to(self.device), output_positions.to(self.device)
+        logprob_rows = np.flatnonzero(self._host.num_logprobs[seats_on_host] >= 0)
+        raw = None
+        if len(logprob_rows):
+            raw = logits.index_select(0, self._to_device(logprob_rows))  # before the edits
+        if self._edits.are_asked(seats_on_host):
+            self._edits.apply(logits, seats_on_host, output_positions)
+        sampled = self._choose(logits, seats_on_host, seats, output_positions)
+        self._edits.append(seats_on_host, sampled.ids)
+        if raw is None:
+            return sampled
+        k = int(self._host.num_logprobs[seats_on_host[logprob_rows]].max())
+        logprobs = token_logprobs(raw, sampled.ids[self._to_device(logprob_rows)], k)
+        return SampledTokens(sampled.ids, sampled.ok, logprob_rows, logprobs)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,  # [n, vocab_size]
+        seats_on_host: npt.NDArray[np.int64],
+        seats: torch.Tensor,
+        output_positions: torch.Tensor,
+    ) -> SampledTokens:
+        """The most likely token of greedy rows, a drawn one of the others."""
         is_random = self._host.is_random[seats_on_host]
         if not is_random.any():
             return _greedy(logits)
         rows = self._rows(is_random)
-        seats = seats.to(self.device)
-        output_positions = output_positions.to(self.device)
         drawn = self._draw(
             self._select(Use.LOGITS, logits, rows),
             seats_on_host[is_random],
@@ -186,20 +235,19 @@ class Sampler:
             rows = self._rows(host.top_k[seats_on_host] > 0)
             self._drop_below(weights, rows, logits, weighing.min_logit)
         chunks = chunk_masses(weights)
+        ids = draw(weights, chunks, uniform(state.seed[seats], output_positions))
         has_top_p = host.has_top_p[seats_on_host]
         if has_top_p.any():
             rows = self._rows(has_top_p)
-            threshold = torch.full_like(weighing.row_max, -torch.inf)
-            threshold[rows] = top_p_threshold(
-                self._select(Use.LOGITS_OF_ROWS, logits, rows),
-                weighing.select(rows),
-                state.top_p[seats[rows], None],
-                chunks[rows].sum(1, keepdim=True),
+            ids[rows] = draw_nucleus(
+                ids[rows],
+                self._select(Use.LOGITS_OF_ROWS, weights, rows),
+                chunks[rows],
+                state.top_p[seats[rows]],
+                state.seed[seats[rows]],
+                output_positions[rows],
                 self._scratch,
             )
-            kept = self._drop_below(weights, rows, logits, threshold)
-            chunks[rows] = chunk_masses(kept)
-        ids = draw(weights, chunks, uniform(state.seed[seats], output_positions))
         ok = weighing.row_max.squeeze(1).isfinite()
         return SampledTokens(ids.masked_fill_(~ok, 0), ok)
 
@@ -238,8 +286,8 @@ class Sampler:
 
     def _drop_below(
         self, weights: torch.Tensor, rows: Rows, values: torch.Tensor, floor: torch.Tensor
-    ) -> torch.Tensor:
-        """Sets `weights` of `rows` to 0 where `values` is below `floor` `[n, 1]`; returns those rows."""
+    ) -> None:
+        """Sets `weights` of `rows` to 0 where `values` is below `floor` `[n, 1]`."""
         kept = self._select(Use.PART, weights, rows)
         of_rows = kept if values is weights else self._select(Use.LOGITS_OF_ROWS, values, rows)
         # A mask of floats and a product take half the time of a boolean mask and a fill.
@@ -247,7 +295,6 @@ class Sampler:
         kept.mul_(torch.ge(of_rows, floor[rows], out=mask))
         if not isinstance(rows, slice):
             weights.index_copy_(0, rows, kept)
-        return kept
 
     def _select(self, use: Use, values: torch.Tensor, rows: Rows) -> torch.Tensor:
         return values if isinstance(rows, slice) else self._scratch.select(use, values, rows)

@@ -78,6 +78,10 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it; None if there is none."""
         return self._backend.token_to_id(token)
 
+    def to_json(self) -> str:
+        """The vocabulary and its rules, as `tokenizer.json` has them."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens written in it are taken as such.
 

@@ -69,6 +69,11 @@ impl<T> Arena<T> {
         entry.value.as_mut()
     }
 
+    /// The value in a slot, if there is such a slot and it is occupied.
+    pub(crate) fn at_mut(&mut self, slot: Slot) -> Option<&mut T> {
+        self.entries.get_mut(slot.0 as usize)?.value.as_mut()
+    }
+
     pub(crate) fn handle(&self, slot: Slot) -> Handle {
         Handle::new(slot, self.entries[slot.0 as usize].generation)
     }

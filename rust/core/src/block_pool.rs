@@ -72,11 +72,16 @@ impl BlockPool {
     /// The block cached longest, now held once; its content is lost.
     pub fn evict(&mut self) -> Option<BlockId> {
         let block = self.accounts[RING.index()].next;
-        (block != RING).then(|| {
-            self.unlink(block);
-            self.accounts[block.index()].num_holders = 1;
-            block
-        })
+        if block == RING {
+            return None;
+        }
+        let account = &mut self.accounts[block.index()];
+        account.num_holders = 1;
+        let next = account.next;
+        self.accounts[RING.index()].next = next;
+        self.accounts[next.index()].previous = RING;
+        self.num_cached -= 1;
+        Some(block)
     }
 
     /// One more table holds `block`, which is held or cached.

@@ -171,7 +171,7 @@ impl Scheduler {
             if row.kind != crate::step::RowKind::Padding {
                 let count = counts.entry(row.handle.to_bits()).or_default();
                 count.0 += 1;
-                count.1 += row.max_ids;
+                count.1 += u32::from(row.max_ids);
                 count.2 += u32::from(row.max_ids > 1);
             }
         }

@@ -186,6 +186,19 @@ impl Config {
         Ok(())
     }
 
+    /// Where the first of `ids` lies that is not in the vocabulary.
+    pub(crate) fn first_foreign(&self, ids: &[i32]) -> Option<usize> {
+        let last = (self.vocab_size - 1) as i32;
+        // Negative where an id is below 0 or above the last. Without an early exit it is a vector loop.
+        let signs = ids
+            .iter()
+            .fold(0, |signs, &id| signs | id | last.wrapping_sub(id));
+        if signs >= 0 {
+            return None;
+        }
+        ids.iter().position(|&id| id < 0 || id > last)
+    }
+
     /// The blocks that `num_tokens` need.
     pub(crate) fn blocks_for(&self, num_tokens: u32) -> u32 {
         num_tokens.div_ceil(self.block_size)

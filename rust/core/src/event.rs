@@ -1,5 +1,6 @@
 //! What happened, for those outside: a flat log that is read after each `plan` and `commit`.
 
+use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::ids::Handle;
@@ -36,46 +37,75 @@ pub struct Event {
 /// Events since the last verb that reports. Those that `finish` and `fail` make wait for the next one that does.
 #[derive(Debug)]
 pub(crate) struct EventLog {
-    events: Vec<Event>,
+    /// The first `len` are events, the rest is room.
+    slots: Vec<Event>,
+    len: usize,
     is_reported: bool,
 }
+
+/// What an unused slot holds.
+const NO_EVENT: Event = Event {
+    handle: Handle::NONE,
+    kind: EventKind::Token,
+    first: 0,
+    second: 0,
+};
 
 impl EventLog {
     pub(crate) fn with_capacity(capacity: usize) -> Self {
         Self {
-            events: Vec::with_capacity(capacity),
+            slots: vec![NO_EVENT; capacity],
+            len: 0,
             is_reported: false,
         }
     }
 
     /// A verb that reports begins: what the last one reported is dropped.
     pub(crate) fn begin(&mut self) {
-        self.make_room();
+        self.drop_reported();
         self.is_reported = true;
-    }
-
-    fn make_room(&mut self) {
-        if self.is_reported {
-            self.events.clear();
-            self.is_reported = false;
-        }
     }
 
     /// A verb that does not report begins.
     pub(crate) fn begin_silent(&mut self) {
-        self.make_room();
+        self.drop_reported();
+    }
+
+    fn drop_reported(&mut self) {
+        if self.is_reported {
+            self.len = 0;
+            self.is_reported = false;
+        }
+    }
+
+    /// Makes room for `num` events more.
+    pub(crate) fn reserve(&mut self, num: usize) {
+        if self.slots.len() < self.len + num {
+            self.slots.resize(self.len + num, NO_EVENT);
+        }
     }
 
     pub(crate) fn push(&mut self, handle: Handle, kind: EventKind, first: i64, second: i64) {
-        self.events.push(Event {
+        self.reserve(1);
+        self.slots[self.len] = Event {
             handle,
             kind,
             first,
             second,
-        });
+        };
+        self.len += 1;
+    }
+
+    /// Where the next events go, as many as there is room for; `take_room` says how many were written.
+    pub(crate) fn room(&mut self) -> &mut [Event] {
+        &mut self.slots[self.len..]
+    }
+
+    pub(crate) fn take_room(&mut self, num: usize) {
+        self.len += num;
     }
 
     pub(crate) fn as_slice(&self) -> &[Event] {
-        &self.events
+        &self.slots[..self.len]
     }
 }

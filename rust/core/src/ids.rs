@@ -8,6 +8,9 @@ impl Handle {
     /// Generations stay below this, so that a handle is never negative as an `i64`.
     pub(crate) const MAX_GENERATION: u32 = i32::MAX as u32;
 
+    /// No request's: there is no such slot.
+    pub(crate) const NONE: Self = Self(u32::MAX as u64);
+
     pub(crate) fn new(slot: Slot, generation: u32) -> Self {
         Self(u64::from(generation) << 32 | u64::from(slot.0))
     }

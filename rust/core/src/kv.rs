@@ -74,13 +74,16 @@ impl Kv {
         if num_new > self.num_available() {
             return None;
         }
-        for _ in 0..num_new {
+        let len = &mut self.lens[seat.index()];
+        let start = seat.index() * self.num_columns + *len as usize;
+        *len += num_new;
+        for place in &mut self.tables[start..][..num_new as usize] {
             let block = self.pool.allocate_free().or_else(|| {
                 let block = self.pool.evict()?;
                 self.cache.unregister(block);
                 Some(block)
             });
-            self.push(seat, block.expect("available blocks were counted"));
+            *place = block.expect("available blocks were counted");
         }
         Some(())
     }
@@ -94,11 +97,10 @@ impl Kv {
     /// Gives up the blocks of `seat`, last first: so of a chain the tail is evicted before what it hangs on.
     pub fn release(&mut self, seat: Seat) {
         let start = seat.index() * self.num_columns;
-        for column in (0..self.len(seat) as usize).rev() {
-            let block = self.tables[start + column];
+        let len = core::mem::take(&mut self.lens[seat.index()]);
+        for &block in self.tables[start..][..len as usize].iter().rev() {
             self.pool.release(block, self.cache.is_registered(block));
         }
-        self.lens[seat.index()] = 0;
     }
 
     /// Makes the full block in `column` of `seat` findable; the block, if it now is by this call.

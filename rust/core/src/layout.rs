@@ -165,7 +165,7 @@ impl StepLayout {
 /// A step buffer, cut at its sections; each has its whole capacity.
 #[derive(Debug)]
 pub(crate) struct Sections<'a> {
-    pub(crate) header: &'a mut [i32],
+    pub(crate) header: &'a mut [i32; header::LEN],
     pub(crate) lost: &'a mut [i32],
     pub(crate) gained: &'a mut [i32],
     pub(crate) gained_blocks: &'a mut [i32],
@@ -188,7 +188,9 @@ impl StepLayout {
             section
         };
         Sections {
-            header: cut_at(self.offset_lost),
+            header: cut_at(self.offset_lost)
+                .try_into()
+                .expect("the header comes first"),
             lost: cut_at(self.offset_gained),
             gained: cut_at(self.offset_gained_blocks),
             gained_blocks: cut_at(self.offset_table_changes),
@@ -204,6 +206,17 @@ impl StepLayout {
             cu_seqlens_q: cut_at(self.offset_listed_ids),
             listed_ids: cut_at(self.size),
         }
+    }
+}
+
+impl StepLayout {
+    /// The sections of `buffer` in which one plain row differs from another: seats and starts.
+    pub(crate) fn plain_columns<'a>(
+        &self,
+        buffer: &'a mut [i32],
+    ) -> (&'a mut [i32], &'a mut [i32]) {
+        let columns = &mut buffer[self.offset_row_seat..self.offset_row_count];
+        columns.split_at_mut(self.offset_row_start - self.offset_row_seat)
     }
 }
 

@@ -46,7 +46,7 @@ pub use ids::{BlockId, Handle, Seat, StepId};
 pub use kv::Kv;
 pub use layout::{StepLayout, digest, flags, header};
 pub use policy::{Admission, KeyPolicy};
-pub use prefix_cache::{BlockHash, PrefixCache, chain_hash};
+pub use prefix_cache::{BlockHash, ChainHasher, PrefixCache};
 pub use record::{RECORD_FIELDS, StepRecord};
 pub use recording::{ReplayError, replay};
 pub use request::{FinishReason, Reject, Request};

@@ -6,26 +6,58 @@
 use alloc::boxed::Box;
 use alloc::vec;
 
-use xxhash_rust::xxh3::xxh3_128_with_seed;
+use xxhash_rust::const_xxh3::const_custom_default_secret;
+use xxhash_rust::xxh3::xxh3_128_with_secret;
 
 use crate::ids::BlockId;
 
 /// The hash of a prefix that ends with a block.
 pub type BlockHash = u128;
 
-/// Tokens hashed at once; xxh3 is slower where it would need a secret made from the seed (above 240 bytes).
-const PIECE: usize = 32;
+/// Tokens hashed at once. A length known to the compiler makes a hash a straight line of some hundred instructions.
+const PIECE: usize = 16;
 
-/// The hash of a prefix that goes on from `parent` (a salt, for the first block) by `tokens`.
-pub fn chain_hash(parent: BlockHash, tokens: &[i32], seed: u64) -> BlockHash {
-    let mut bytes = [0u8; 16 + 4 * PIECE];
-    tokens.chunks(PIECE).fold(parent, |hash, piece| {
-        bytes[..16].copy_from_slice(&hash.to_le_bytes());
+/// Hashes prefixes, block by block.
+#[derive(Clone, Debug)]
+pub struct ChainHasher {
+    /// Made of the seed once; from a seed alone each hash would derive what it needs of it.
+    secret: [u8; 192],
+}
+
+impl ChainHasher {
+    /// Another seed gives other hashes.
+    pub fn new(seed: u64) -> Self {
+        Self {
+            secret: const_custom_default_secret(seed),
+        }
+    }
+
+    /// The hash of a prefix that goes on from `parent` (a salt, for the first block) by `tokens`.
+    pub fn chain(&self, parent: BlockHash, tokens: &[i32]) -> BlockHash {
+        if let Ok(piece) = tokens.try_into() {
+            return self.hash(parent, piece);
+        }
+        let (pieces, rest) = tokens.as_chunks();
+        let hash = pieces
+            .iter()
+            .fold(parent, |hash, piece| self.hash(hash, piece));
+        if rest.is_empty() {
+            return hash;
+        }
+        let mut piece = [-1; PIECE]; // no token's id
+        piece[..rest.len()].copy_from_slice(rest);
+        self.hash(hash, &piece)
+    }
+
+    #[inline(never)] // inlined in a loop, it would copy the secret to the stack first
+    fn hash(&self, parent: BlockHash, piece: &[i32; PIECE]) -> BlockHash {
+        let mut bytes = [0; 16 + 4 * PIECE];
+        bytes[..16].copy_from_slice(&parent.to_le_bytes());
         for (place, token) in bytes[16..].chunks_exact_mut(4).zip(piece) {
             place.copy_from_slice(&token.to_le_bytes());
         }
-        xxh3_128_with_seed(&bytes[..16 + 4 * piece.len()], seed)
-    })
+        xxh3_128_with_secret(&bytes, &self.secret)
+    }
 }
 
 /// What can be found of a block.

@@ -94,11 +94,11 @@ impl RecordRing {
         }
     }
 
-    pub(crate) fn push(&mut self, record: StepRecord) {
+    pub(crate) fn push(&mut self, record: &StepRecord) {
         if self.records.len() == self.capacity {
             self.records.pop_front();
         }
-        self.records.push_back(record);
+        self.records.push_back(*record);
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &StepRecord> {

@@ -3,11 +3,11 @@
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
-use crate::ids::Seat;
+use crate::ids::{Handle, Seat};
 use crate::policy::Key;
-use crate::prefix_cache::{BlockHash, chain_hash};
+use crate::prefix_cache::{BlockHash, ChainHasher};
 use crate::request::{FinishReason, Request};
-use crate::step::RowInFlight;
+use crate::step::{RowInFlight, RowKind};
 
 /// Where a sequence is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,12 +33,15 @@ pub(crate) struct Confinement {
 pub(crate) struct Sequence {
     pub(crate) key: Key,
     pub(crate) state: State,
-    /// Prompt, then committed output.
-    pub(crate) tokens: Vec<i32>,
+    /// Prompt, then committed output, then, once it was seated, room for all that there can be.
+    tokens: Vec<i32>,
+    num_tokens: u32,
     pub(crate) num_prompt: u32,
     /// Output tokens, at most.
     pub(crate) max_output: u32,
-    pub(crate) stop_ids: Box<[i32]>,
+    stop_ids: Box<[i32]>,
+    /// A bit for each stop id, by its low six bits: an id whose bit is 0 is none of them.
+    stop_filter: u64,
     pub(crate) salt: BlockHash,
     /// Of full blocks, as far as anyone has asked.
     hashes: Vec<BlockHash>,
@@ -69,6 +72,8 @@ pub(crate) struct Sequence {
     /// Below this many tokens one more of its rows' tokens, unless it is a stop id, is only appended: it fills no block
     /// and is not the last, and its row is of this residency and has no drafts. So one comparison decides most commits.
     pub(crate) quiet_until: u32,
+    /// The plan that gave it a decode's row last.
+    decoded_in: u64,
     pub(crate) was_admitted: bool,
     pub(crate) num_preemptions: u32,
     /// The plan that preempted it last: it is not resumed in that one.
@@ -105,9 +110,14 @@ impl Sequence {
                 State::Waiting
             },
             tokens: request.prompt_token_ids.to_vec(),
+            num_tokens: request.prompt_token_ids.len() as u32,
             num_prompt: request.prompt_token_ids.len() as u32,
             max_output,
             stop_ids: request.stop_token_ids.into(),
+            stop_filter: request
+                .stop_token_ids
+                .iter()
+                .fold(0, |filter, &id| filter | stop_bit(id)),
             salt: request.cache_salt,
             hashes: Vec::new(),
             host_masked: request.host_masked,
@@ -123,6 +133,7 @@ impl Sequence {
             has_sampled: false,
             plain_until: 0,
             quiet_until: 0,
+            decoded_in: 0,
             was_admitted: false,
             num_preemptions: 0,
             preempted_in: 0,
@@ -135,16 +146,30 @@ impl Sequence {
     /// Room for every token and hash that there can be, so that decoding allocates nothing.
     pub(crate) fn allocate_output(&mut self, block_size: u32) {
         let num_tokens = (self.num_prompt + self.max_output) as usize;
-        self.tokens
-            .reserve_exact(num_tokens.saturating_sub(self.tokens.len()));
-        let num_blocks = num_tokens / block_size as usize;
+        self.tokens.reserve_exact(num_tokens - self.tokens.len());
+        self.tokens.resize(num_tokens, 0);
+        self.reserve_hashes(block_size);
+    }
+
+    fn reserve_hashes(&mut self, block_size: u32) {
+        let num_blocks = ((self.num_prompt + self.max_output) / block_size) as usize;
         self.hashes
             .reserve_exact(num_blocks.saturating_sub(self.hashes.len()));
     }
 
     /// Tokens that the host knows.
     pub(crate) fn num_tokens(&self) -> u32 {
-        self.tokens.len() as u32
+        self.num_tokens
+    }
+
+    pub(crate) fn tokens(&self) -> &[i32] {
+        &self.tokens[..self.num_tokens as usize]
+    }
+
+    /// Appends an output token.
+    pub(crate) fn append(&mut self, id: i32) {
+        self.tokens[self.num_tokens as usize] = id;
+        self.num_tokens += 1;
     }
 
     pub(crate) fn num_output(&self) -> u32 {
@@ -156,11 +181,12 @@ impl Sequence {
         self.num_output() + self.num_pending
     }
 
-    /// Whether steps in flight bring it to its limit, whatever they sample.
-    pub(crate) fn ends_in_flight(&self) -> bool {
-        self.num_pending > 0
+    /// Whether steps in flight bring it to its limit, whatever they sample; that of plan `serial` is not in flight yet.
+    pub(crate) fn ends_in_flight(&self, serial: u64) -> bool {
+        let num_pending = self.num_pending - u32::from(self.decodes_in(serial));
+        num_pending > 0
             && self.num_draft_rows_in_flight == 0
-            && self.max_output_in_flight() >= self.max_output
+            && self.num_output() + num_pending >= self.max_output
     }
 
     /// Known tokens that no step has computed yet.
@@ -183,9 +209,41 @@ impl Sequence {
         matches!(self.state, State::Ghost(_))
     }
 
-    /// Whether its next row is a plain decode.
-    pub(crate) fn is_plain(&self) -> bool {
-        self.num_planned < self.plain_until
+    /// Its seat, if its next row is a plain decode.
+    pub(crate) fn seat_if_plain(&self) -> Option<Seat> {
+        match self.state {
+            State::Running(seat) if self.num_planned < self.plain_until => Some(seat),
+            _ => None,
+        }
+    }
+
+    /// Gives it a row of plan `serial`: a plain decode's, unless it is amended.
+    pub(crate) fn decode(&mut self, handle: Handle, serial: u64) -> RowInFlight {
+        self.decoded_in = serial;
+        self.num_planned += 1;
+        self.num_pending += 1;
+        self.num_rows_in_flight += 1;
+        RowInFlight {
+            handle,
+            residency: self.residency,
+            end: self.num_planned,
+            count: 1,
+            max_ids: 1,
+            kind: RowKind::Live,
+        }
+    }
+
+    /// Whether plan `serial` gave it a decode's row.
+    pub(crate) fn decodes_in(&self, serial: u64) -> bool {
+        self.decoded_in == serial
+    }
+
+    /// Takes the row that `decode` gave back.
+    pub(crate) fn withdraw(&mut self) {
+        self.decoded_in = 0;
+        self.num_planned -= 1;
+        self.num_pending -= 1;
+        self.num_rows_in_flight -= 1;
     }
 
     /// A row has been written, and the runner told the whole table.
@@ -205,7 +263,8 @@ impl Sequence {
 
     /// Whether `id`, the next of its tokens, is only appended.
     pub(crate) fn is_quiet(&self, id: i32) -> bool {
-        self.num_tokens() < self.quiet_until && !self.is_stop(id)
+        self.num_tokens() < self.quiet_until
+            && (self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id))
     }
 
     /// A token, or a chunk of the prompt, was committed; a block that it filled was offered to the prefix cache.
@@ -221,6 +280,8 @@ impl Sequence {
         };
     }
 
+    #[cold] // behind the filter, for the loop that appends
+    #[inline(never)]
     #[allow(
         clippy::manual_contains,
         reason = "`contains` sets up a vector loop; there are a few ids at most"
@@ -231,7 +292,7 @@ impl Sequence {
 
     /// A row that was in flight is committed, or was discarded.
     pub(crate) fn land(&mut self, row: &RowInFlight) {
-        self.num_pending -= row.max_ids;
+        self.num_pending -= u32::from(row.max_ids);
         self.num_rows_in_flight -= 1;
         self.num_draft_rows_in_flight -= u32::from(row.max_ids > 1);
     }
@@ -260,14 +321,36 @@ impl Sequence {
     }
 
     /// The hash of the prefix that ends with full block `column`.
-    pub(crate) fn block_hash(&mut self, column: u32, block_size: u32, seed: u64) -> BlockHash {
-        while self.hashes.len() <= column as usize {
-            let parent = self.hashes.last().copied().unwrap_or(self.salt);
-            let next = self.hashes.len() as u32;
-            let hash = chain_hash(parent, self.block_tokens(next, block_size), seed);
-            self.hashes.push(hash);
+    pub(crate) fn block_hash(
+        &mut self,
+        column: u32,
+        block_size: u32,
+        hasher: &ChainHasher,
+    ) -> BlockHash {
+        if self.hashes.len() <= column as usize {
+            self.hash_blocks(column, block_size, hasher);
         }
         self.hashes[column as usize]
+    }
+
+    /// Hashes full blocks up to `last` that are not hashed yet, so that `block_hash` is a comparison and a load.
+    #[inline(never)]
+    pub(crate) fn hash_blocks(&mut self, last: u32, block_size: u32, hasher: &ChainHasher) {
+        if self.hashes.capacity() == 0 {
+            self.reserve_hashes(block_size);
+        }
+        let mut parent = self.hashes.last().copied().unwrap_or(self.salt);
+        let block_size = block_size as usize;
+        let start = self.hashes.len() * block_size;
+        let end = (last as usize + 1) * block_size;
+        if end <= start {
+            return;
+        }
+        let blocks = self.tokens[start..end].chunks_exact(block_size);
+        self.hashes.extend(blocks.map(|tokens| {
+            parent = hasher.chain(parent, tokens);
+            parent
+        }));
     }
 
     /// Gives up a residency: rows in flight that it planned no longer count for its KV.
@@ -283,4 +366,9 @@ impl Sequence {
         self.num_padding_owed = 0;
         self.row = PlannedRow::default();
     }
+}
+
+/// The bit of a sequence's stop filter that stands for `id`.
+fn stop_bit(id: i32) -> u64 {
+    1 << (id & 63)
 }

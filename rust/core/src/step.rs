@@ -1,5 +1,6 @@
 //! Steps in flight: a ring of at most `depth`, each with what a commit or a failure needs.
 
+use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
@@ -11,16 +12,29 @@ use crate::record::StepRecord;
 pub(crate) struct RowInFlight {
     pub(crate) handle: Handle,
     pub(crate) residency: u32,
-    pub(crate) count: u32,
     /// Where the row ends; an upper bound behind drafts.
     pub(crate) end: u32,
-    /// Ids that it may sample.
-    pub(crate) max_ids: u32,
+    pub(crate) count: u32,
+    /// Ids that it may sample; at most `max_drafts + 1`.
+    pub(crate) max_ids: u16,
     pub(crate) kind: RowKind,
+}
+
+impl RowInFlight {
+    /// What is where no row has been written yet.
+    pub(crate) const NONE: Self = Self {
+        handle: Handle::NONE,
+        residency: 0,
+        end: 0,
+        count: 0,
+        max_ids: 0,
+        kind: RowKind::Padding,
+    };
 }
 
 /// What a row is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u16)] // fills up its place in a row, so that a constant row is written at once
 pub(crate) enum RowKind {
     /// A live sequence's.
     Live,
@@ -44,20 +58,26 @@ pub(crate) struct StepInFlight {
 /// Steps planned and not yet committed, oldest first; their vectors are recycled.
 #[derive(Debug)]
 pub(crate) struct StepRing {
-    in_flight: VecDeque<StepInFlight>,
-    spare: Vec<StepInFlight>,
+    in_flight: VecDeque<Box<StepInFlight>>,
+    #[allow(
+        clippy::vec_box,
+        reason = "a step's life is four moves, of a pointer each"
+    )]
+    spare: Vec<Box<StepInFlight>>,
     depth: usize,
 }
 
 impl StepRing {
     pub(crate) fn new(depth: usize, max_rows: usize, max_filled: usize) -> Self {
         let spare = (0..=depth)
-            .map(|_| StepInFlight {
-                id: StepId(0),
-                rows: Vec::with_capacity(max_rows),
-                filled: Vec::with_capacity(max_filled),
-                group: None,
-                record: StepRecord::default(),
+            .map(|_| {
+                Box::new(StepInFlight {
+                    id: StepId(0),
+                    rows: Vec::with_capacity(max_rows),
+                    filled: Vec::with_capacity(max_filled),
+                    group: None,
+                    record: StepRecord::default(),
+                })
             })
             .collect();
         Self {
@@ -84,35 +104,35 @@ impl StepRing {
     }
 
     /// An empty step to fill and `push`.
-    pub(crate) fn take_spare(&mut self) -> StepInFlight {
+    pub(crate) fn take_spare(&mut self) -> Box<StepInFlight> {
         self.spare.pop().expect("one more than depth are made")
     }
 
-    pub(crate) fn push(&mut self, step: StepInFlight) {
+    pub(crate) fn push(&mut self, step: Box<StepInFlight>) {
         self.in_flight.push_back(step);
     }
 
-    pub(crate) fn pop_oldest(&mut self) -> Option<StepInFlight> {
+    pub(crate) fn pop_oldest(&mut self) -> Option<Box<StepInFlight>> {
         self.in_flight.pop_front()
     }
 
-    pub(crate) fn push_front(&mut self, step: StepInFlight) {
+    pub(crate) fn push_front(&mut self, step: Box<StepInFlight>) {
         self.in_flight.push_front(step);
     }
 
     /// The first of those from `id` on.
-    pub(crate) fn pop_first_from(&mut self, id: StepId) -> Option<StepInFlight> {
+    pub(crate) fn pop_first_from(&mut self, id: StepId) -> Option<Box<StepInFlight>> {
         let at = self.in_flight.iter().position(|step| step.id >= id)?;
         self.in_flight.remove(at)
     }
 
-    pub(crate) fn recycle(&mut self, mut step: StepInFlight) {
-        step.rows.clear();
+    pub(crate) fn recycle(&mut self, mut step: Box<StepInFlight>) {
+        // The rows stay as room: `plan` overwrites them.
         step.filled.clear();
         self.spare.push(step);
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &StepInFlight> {
-        self.in_flight.iter()
+        self.in_flight.iter().map(AsRef::as_ref)
     }
 }

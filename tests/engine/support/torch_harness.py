@@ -19,8 +19,10 @@ from noria.runner.base import Executor, HostMasks, MaskProvider, PendingIds, Sea
 from noria.runner.step import StepView
 from noria.runner.thread import ThreadRunner
 from noria.runner.torch_runner import TorchExecutor
+from noria.sampling.context import SeatContext
 from noria.sampling.params import SamplingParams
 from noria.sampling.sampler import Sampler
+from noria.scores import ScoreBook
 from noria.stats import EngineStats
 
 Answer = tuple[list[int], int]
@@ -37,6 +39,15 @@ class Ask:
     params: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     host_masked: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def context(self, output: Sequence[int] = ()) -> SeatContext:
+        return SeatContext(
+            self.stop_token_ids if self.params.min_tokens else (),
+            self.bad_words,
+            np.array(self.prompt, dtype=np.int64),
+            np.array(output, dtype=np.int64),
+        )
 
     @property
     def seed(self) -> int:
@@ -76,6 +87,8 @@ class TorchRun:
     finished: list[FinishedRequest]
     stats: EngineStats
     causes: list[str | None]
+    scores: ScoreBook
+    handles: list[int]
 
     @property
     def answers(self) -> list[Answer]:
@@ -112,10 +125,11 @@ class TorchBench:
     def submit(self, ask: Ask) -> int:
         handle = self.engine.submit(
             ask.prompt,
-            SeatInit(ask.params, ask.seed, len(ask.prompt)),
+            SeatInit(ask.params, ask.seed, len(ask.prompt), ask.context()),
             ask.params.max_tokens or 0,
             stop_token_ids=ask.stop_token_ids,
             host_masked=ask.host_masked,
+            reads_prefix_cache=ask.params.prompt_logprobs is None,
         )
         self.handles.append(handle)
         return handle
@@ -142,7 +156,9 @@ class TorchBench:
         causes = [self.engine.take_cause(handle) for handle in self.handles]
         self.engine.close()
         assert threading.active_count() == before
-        return TorchRun(collector.finished(), self.engine.stats(), causes)
+        return TorchRun(
+            collector.finished(), self.engine.stats(), causes, collector.scores, list(self.handles)
+        )
 
 
 def tiny_config(**changes: object) -> EngineConfig:
@@ -176,10 +192,11 @@ def reference_answer(directory: object, model: Model, ask: Ask, answer: Sequence
     logits = dense_logits(directory, text[:-1])[len(ask.prompt) - 1 :]  # type: ignore[arg-type]
     sampler = Sampler(1, model.config.vocab_size, torch.device("cpu"))
     sampler.set_seats([0], [ask.params], [ask.seed])
-    num = len(answer)
-    ids: list[int] = sampler.sample(
-        logits, torch.zeros(num, dtype=torch.int64), torch.arange(num, dtype=torch.int64)
-    ).ids.tolist()
+    ids = []
+    for position in range(len(answer)):
+        sampler.set_seats([0], [ask.params], [ask.seed], [ask.context(answer[:position])])
+        sampled = sampler.sample(logits[position : position + 1], torch.tensor([0]), torch.tensor([position]))
+        ids.append(int(sampled.ids[0]))
     return ids
 
 

@@ -139,7 +139,7 @@ impl Scheduler {
                 .min(held + (self.layout.max_blocks_per_seq - self.pass.num_hit_changes) as u32);
         }
         for column in held..last {
-            let hash = sequence.block_hash(column, block_size, self.config.hash_seed);
+            let hash = sequence.block_hash(column, block_size, &self.hasher);
             let Some(block) = self
                 .kv
                 .cache
@@ -222,15 +222,19 @@ impl Scheduler {
         }
         let block_size = self.config.block_size;
         let sequence = &mut self.arena[slot];
-        while (sequence.num_registered + 1) * block_size <= sequence.num_planned {
-            let column = sequence.num_registered;
-            let hash = sequence.block_hash(column, block_size, self.config.hash_seed);
+        let end = sequence.num_planned / block_size;
+        if end <= sequence.num_registered {
+            return;
+        }
+        sequence.hash_blocks(end - 1, block_size, &self.hasher);
+        for column in sequence.num_registered..end {
+            let hash = sequence.block_hash(column, block_size, &self.hasher);
             let tokens = sequence.block_tokens(column, block_size);
             if let Some(block) = self.kv.register(seat, column, hash, tokens) {
                 self.pass.filled.push(block);
             }
-            sequence.num_registered += 1;
         }
+        sequence.num_registered = end;
     }
 
     /// The padded baseline: a prompt that is through is followed by padding up to the gang's longest.
@@ -340,7 +344,7 @@ impl Scheduler {
 
     /// The static baselines: a gang enters an empty batch, each with the most blocks that any of it can need.
     pub(super) fn admit_gang(&mut self) {
-        if self.residents.len() > 0 {
+        if !self.residents.is_empty() {
             return;
         }
         let (mut longest_prompt, mut longest_output, mut num_rows) = (0, 0, 0);

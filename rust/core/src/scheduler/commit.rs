@@ -1,7 +1,7 @@
 //! `commit`: a step's sampled ids become tokens; what ends, leaves at once.
 
 use super::Scheduler;
-use crate::event::EventKind;
+use crate::event::{Event, EventKind};
 use crate::ids::{Slot, StepId};
 use crate::request::FinishReason;
 use crate::step::{RowInFlight, RowKind, StepInFlight};
@@ -92,17 +92,22 @@ impl Scheduler {
         }
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
+        // An event a token, and one for each row that ends.
+        self.events.reserve(ids.len() + taken.rows.len());
         let (mut rest, mut tally) = (ids, Tally::default());
-        for (row, &count) in taken.rows.iter().zip(num_ids) {
-            let (ids, behind) = rest.split_at(count as usize);
-            rest = behind;
-            if let &[id] = ids
-                && self.is_appended(row, id)
-            {
-                tally.used += 1;
-            } else {
-                self.commit_row(row, ids, &mut tally);
-            }
+        let (mut rows, mut num_ids) = (taken.rows.as_slice(), num_ids);
+        loop {
+            let num_appended = self.append_ids(rows, num_ids, rest);
+            tally.used += num_appended as u32;
+            rest = &rest[num_appended..];
+            let ([row, rows_behind @ ..], [count, counts_behind @ ..]) =
+                (&rows[num_appended..], &num_ids[num_appended..])
+            else {
+                break;
+            };
+            let (ids, ids_behind) = rest.split_at(*count as usize);
+            self.commit_row(row, ids, &mut tally);
+            (rows, num_ids, rest) = (rows_behind, counts_behind, ids_behind);
         }
         taken.record.num_output_tokens = tally.used.into();
         taken.record.num_finished = tally.finished.into();
@@ -110,7 +115,7 @@ impl Scheduler {
             ids.len() as i64 - i64::from(tally.used) - i64::from(tally.of_ghosts);
         taken.record.device_us = device_us as i64;
         taken.record.committed_us = now_us as i64;
-        self.records.push(taken.record);
+        self.records.push(&taken.record);
         self.steps.recycle(taken);
         Ok(())
     }
@@ -128,53 +133,72 @@ impl Scheduler {
                 expected: step.rows.len(),
             });
         }
-        let exceeds = |(&given, row): (&i32, &RowInFlight)| given as u32 > row.max_ids;
-        if let Some(row) = num_ids.iter().zip(&step.rows).position(exceeds) {
+        // Where each row samples, one id each is always right; without an early exit that is a vector loop.
+        let are_one_each = step.record.num_sample_rows == step.rows.len() as i64
+            && num_ids
+                .iter()
+                .fold(0, |others, &given| others | (given ^ 1))
+                == 0;
+        let exceeds = |(&given, row): (&i32, &RowInFlight)| given as u32 > row.max_ids.into();
+        if !are_one_each && let Some(row) = num_ids.iter().zip(&step.rows).position(exceeds) {
             return Err(CommitError::NumIds {
                 row,
                 given: num_ids[row],
-                limit: step.rows[row].max_ids,
+                limit: step.rows[row].max_ids.into(),
             });
         }
-        let total = num_ids.iter().sum::<i32>() as usize;
+        let total = if are_one_each {
+            num_ids.len()
+        } else {
+            num_ids.iter().sum::<i32>() as usize
+        };
         if total != ids.len() {
             return Err(CommitError::Total {
                 given: ids.len(),
                 expected: total,
             });
         }
-        let vocab_size = self.config.vocab_size;
-        let is_foreign = |id: i32| id as u32 >= vocab_size;
-        // Without an early exit it is a vector loop.
-        if ids.iter().fold(false, |any, &id| any | is_foreign(id)) {
-            let token = ids.iter().copied().find(|&id| is_foreign(id));
+        if let Some(position) = self.config.first_foreign(ids) {
             return Err(CommitError::TokenOutOfRange {
-                token: token.expect("one was seen"),
-                vocab_size,
+                token: ids[position],
+                vocab_size: self.config.vocab_size,
             });
         }
         Ok(())
     }
 
-    /// Appends `id` to the row's sequence if that is all there is to do, as for most rows; else changes nothing.
-    fn is_appended(&mut self, row: &RowInFlight, id: i32) -> bool {
-        let Some(sequence) = self.arena.get_mut(row.handle) else {
-            return false;
-        };
-        if !sequence.is_quiet(id) {
-            return false;
+    /// Appends ids to the rows' sequences, up to the first row for which that is not all there is to do; returns how
+    /// many. Most rows of most steps are committed here.
+    #[inline(never)] // its registers are wanted by its loop
+    fn append_ids(&mut self, rows: &[RowInFlight], num_ids: &[i32], ids: &[i32]) -> usize {
+        let mut num_appended = 0;
+        let given = num_ids.iter().zip(ids).zip(self.events.room());
+        for (row, ((&count, &id), event)) in rows.iter().zip(given) {
+            if count != 1 {
+                break;
+            }
+            let Some(sequence) = self.arena.get_mut(row.handle) else {
+                break;
+            };
+            if !sequence.is_quiet(id) {
+                break;
+            }
+            *event = Event {
+                handle: row.handle,
+                kind: EventKind::Token,
+                first: id.into(),
+                second: sequence.num_output().into(),
+            };
+            sequence.num_pending -= 1;
+            sequence.num_rows_in_flight -= 1;
+            sequence.num_computed += row.count;
+            sequence.append(id);
+            num_appended += 1;
         }
-        let position = sequence.num_output();
-        sequence.num_pending -= 1;
-        sequence.num_rows_in_flight -= 1;
-        sequence.num_computed += row.count;
-        sequence.tokens.push(id);
-        self.events
-            .push(row.handle, EventKind::Token, id.into(), position.into());
-        true
+        self.events.take_room(num_appended);
+        num_appended
     }
 
-    #[inline(never)] // its registers are wanted by the loop over rows that are only appended to
     fn commit_row(&mut self, row: &RowInFlight, ids: &[i32], tally: &mut Tally) {
         if row.kind != RowKind::Live {
             tally.of_ghosts += ids.len() as u32;
@@ -203,13 +227,13 @@ impl Scheduler {
             sequence.confinement = None;
         }
         if is_current {
-            let num_rejected = row.max_ids - ids.len() as u32;
+            let num_rejected = u32::from(row.max_ids) - ids.len() as u32;
             sequence.num_computed += row.count - num_rejected;
             sequence.num_planned -= num_rejected;
         }
         for &id in ids {
             let position = sequence.num_output();
-            sequence.tokens.push(id);
+            sequence.append(id);
             self.events
                 .push(row.handle, EventKind::Token, id.into(), position.into());
             tally.used += 1;
@@ -238,8 +262,8 @@ impl Scheduler {
         sequence.land(row);
         if sequence.residency == row.residency {
             // It goes on behind the drafts that were right.
-            let num_drafts = row.max_ids.saturating_sub(1);
-            sequence.num_planned -= num_drafts.min(row.max_ids - ids.len() as u32);
+            let max_ids = u32::from(row.max_ids);
+            sequence.num_planned -= max_ids.saturating_sub(1).min(max_ids - ids.len() as u32);
         }
     }
 
@@ -263,7 +287,7 @@ impl Scheduler {
         }
         while sequence.has_filled_block(block_size) {
             let column = sequence.num_registered;
-            let hash = sequence.block_hash(column, block_size, self.config.hash_seed);
+            let hash = sequence.block_hash(column, block_size, &self.hasher);
             let tokens = sequence.block_tokens(column, block_size);
             self.kv.register(seat, column, hash, tokens);
             sequence.num_registered += 1;

@@ -40,7 +40,7 @@ impl Scheduler {
             }
             discarded.record.has_failed = 1;
             discarded.record.committed_us = now_us as i64;
-            self.records.push(discarded.record);
+            self.records.push(&discarded.record);
             self.steps.recycle(discarded);
         }
         if self.config.admission.is_static() {
@@ -80,8 +80,9 @@ impl Scheduler {
     fn disband_gang(&mut self) {
         self.residents.settle();
         for i in 0..self.residents.len() {
-            let slot = self.residents.get(i).handle.slot();
-            if self.arena[slot].is_running() {
+            let resident = *self.residents.get(i);
+            let slot = resident.handle.slot();
+            if !resident.has_left() && self.arena[slot].is_running() {
                 self.preempt(slot);
             }
         }

@@ -24,6 +24,7 @@ use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::layout::StepLayout;
 use crate::policy::{Admission, Key};
+use crate::prefix_cache::ChainHasher;
 use crate::queue::WaitQueue;
 use crate::record::{RecordRing, StepRecord};
 use crate::recording::Recorder;
@@ -75,6 +76,7 @@ pub struct Scheduler {
     pub(crate) arena: Arena<Sequence>,
     pub(crate) queue: WaitQueue,
     pub(crate) kv: Kv,
+    hasher: ChainHasher,
     pub(crate) free_seats: Vec<Seat>,
     pub(crate) residents: Residents,
     pub(crate) steps: StepRing,
@@ -112,6 +114,7 @@ impl Scheduler {
                 seats,
                 config.max_blocks_per_seq(),
             ),
+            hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
             steps: StepRing::new(config.depth as usize, layout.max_rows, max_filled),
@@ -185,13 +188,11 @@ impl Scheduler {
                 limit: config.max_model_len - 1,
             });
         }
-        let vocab_size = config.vocab_size;
-        // A negative id is huge as a u32.
-        if let Some(position) = prompt.iter().position(|&id| id as u32 >= vocab_size) {
+        if let Some(position) = config.first_foreign(prompt) {
             return Err(Reject::TokenOutOfRange {
                 token: prompt[position],
                 position,
-                vocab_size,
+                vocab_size: config.vocab_size,
             });
         }
         let room = config.max_model_len - prompt.len() as u32;
@@ -213,7 +214,7 @@ impl Scheduler {
     }
 
     /// Ends a request for a reason that was found outside; `false` if it had ended. Idempotent.
-    /// `num_output_tokens` is where its text ends, which may be before what was committed.
+    /// `num_output_tokens` is where its text ends, which may be before what was committed; more than that is cut to it.
     pub fn finish(
         &mut self,
         handle: Handle,
@@ -228,7 +229,8 @@ impl Scheduler {
         let Some(slot) = self.live(handle) else {
             return false;
         };
-        self.end(slot, reason, num_output_tokens);
+        let num_output = num_output_tokens.min(self.arena[slot].num_output());
+        self.end(slot, reason, num_output);
         true
     }
 
@@ -319,13 +321,13 @@ impl Scheduler {
         let State::Running(seat) = sequence.state else {
             unreachable!("only a running sequence is preempted");
         };
-        let (key, num_lost) = (sequence.key, sequence.num_planned);
-        self.pass.debt -= sequence.row.debt;
-        if sequence.row.count > 0 {
-            // It is a decode, whose row is withdrawn.
-            self.pass.num_left += sequence.row.count;
+        if sequence.decodes_in(self.pass.serial) {
+            sequence.withdraw();
+            self.pass.num_left += 1 + sequence.row.num_drafts;
             self.pass.has_withdrawn = true;
         }
+        let (key, num_lost) = (sequence.key, sequence.num_planned);
+        self.pass.debt -= sequence.row.debt;
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;
@@ -354,7 +356,7 @@ impl Scheduler {
     fn release_ghosts(&mut self) {
         for i in 0..self.residents.len() {
             let resident = *self.residents.get(i);
-            if resident.has_left {
+            if resident.has_left() {
                 continue;
             }
             let slot = resident.handle.slot();

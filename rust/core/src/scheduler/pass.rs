@@ -2,20 +2,24 @@
 
 use alloc::vec::Vec;
 
-use crate::ids::{BlockId, Handle, Slot};
+use crate::ids::{BlockId, Slot};
 use crate::layout::StepLayout;
 use crate::policy::VictimOrder;
+use crate::step::RowInFlight;
 
 #[derive(Debug)]
 pub(crate) struct Pass {
-    /// Counts plans.
+    /// A number of this plan's own, and none of a plan that is over.
     pub(crate) serial: u64,
-    /// Residents that decode, in key order; until they are dropped, withdrawn ones have a row of count 0.
-    pub(crate) decodes: Vec<Handle>,
+    /// Rows of residents that decode, in key order; those withdrawn are dropped at the end. Until `plan_decodes` has
+    /// written them they are what an earlier plan left.
+    pub(crate) rows: Vec<RowInFlight>,
     /// Whether one of those is withdrawn.
     pub(crate) has_withdrawn: bool,
     /// Rows of decodes that are not plain.
     pub(crate) special_rows: Vec<usize>,
+    /// The longest context of a plain row.
+    pub(crate) max_context: u32,
     /// Residents with prompt tokens to go, in key order.
     pub(crate) prefills: Vec<Slot>,
     /// Prefills that got a row, in the order of the walk.
@@ -48,9 +52,10 @@ impl Pass {
         let seats = layout.max_num_seqs;
         Self {
             serial: 0,
-            decodes: Vec::with_capacity(seats),
+            rows: Vec::with_capacity(layout.max_rows),
             has_withdrawn: false,
             special_rows: Vec::with_capacity(seats),
+            max_context: 0,
             prefills: Vec::with_capacity(seats),
             prefill_rows: Vec::with_capacity(seats),
             gained: Vec::with_capacity(seats),
@@ -68,10 +73,16 @@ impl Pass {
         }
     }
 
+    /// The plan is made: from here on a row that it gave is in flight.
+    pub(crate) fn end(&mut self) {
+        self.serial += 1;
+    }
+
     pub(crate) fn begin(&mut self, budget: u32) {
         self.serial += 1;
-        self.decodes.clear();
         self.has_withdrawn = false;
+        self.special_rows.clear();
+        self.max_context = 0;
         self.prefills.clear();
         self.prefill_rows.clear();
         self.gained.clear();

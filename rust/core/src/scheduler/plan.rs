@@ -3,6 +3,7 @@
 use super::{Drafts, Planned, Scheduler};
 use crate::ids::Slot;
 use crate::policy::Admission;
+use crate::step::RowInFlight;
 
 impl Scheduler {
     /// Decides the next step, reserves its blocks and writes it to `buffer`.
@@ -32,11 +33,11 @@ impl Scheduler {
         if self.config.admission.is_static() {
             self.admit_gang();
         }
-        self.plan_decodes();
+        self.plan_decodes(buffer);
         self.extend_by_drafts(drafts);
         self.walk_prefills();
         self.drop_withdrawn();
-        if self.pass.decodes.is_empty() && self.pass.prefill_rows.is_empty() {
+        if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
             return self.nothing();
         }
@@ -46,7 +47,7 @@ impl Scheduler {
     /// A static gang that has got past its failure keeps the batch until it ends; only then the next group enters.
     fn settle_quarantine(&mut self) {
         let is_confined = self.quarantine.settle(&self.arena).is_some();
-        if is_confined && self.config.admission.is_static() && self.residents.len() > 0 {
+        if is_confined && self.config.admission.is_static() && !self.residents.is_empty() {
             let has_member = self
                 .residents
                 .iter()
@@ -62,36 +63,86 @@ impl Scheduler {
     }
 
     /// Every resident that decodes gets a row of one token, best key first; prefills are listed for the walk.
-    fn plan_decodes(&mut self) {
+    fn plan_decodes(&mut self, buffer: &mut [i32]) {
         let is_padded = self.config.admission == Admission::StaticPadded;
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
         let all_run = !holds_decodes && !is_confined;
-        for i in 0..self.residents.len() {
-            let handle = self.residents.get(i).handle;
-            let slot = handle.slot();
-            let sequence = &mut self.arena[slot];
-            let runs = if all_run && sequence.is_plain() {
-                true
-            } else {
-                (!is_confined || self.is_free_to_run(slot))
-                    && self.decodes_next(slot, holds_decodes)
-            };
-            if runs {
-                self.arena[slot].row.count = 1;
-                self.pass.decodes.push(handle);
-                self.pass.num_left -= 1;
+        let (serial, num_residents) = (self.pass.serial, self.residents.len());
+        let mut rows = core::mem::take(&mut self.pass.rows);
+        if rows.len() < num_residents {
+            rows.resize(num_residents, RowInFlight::NONE);
+        }
+        let (row_seat, row_start) = self.layout.plain_columns(buffer);
+        let (mut next, mut num_rows) = (0, 0);
+        loop {
+            if all_run {
+                let num_plain = self.plan_plain_rows(
+                    next,
+                    &mut rows[num_rows..],
+                    &mut row_seat[num_rows..],
+                    &mut row_start[num_rows..],
+                );
+                next += num_plain;
+                num_rows += num_plain;
+            }
+            if next == num_residents {
+                break;
+            }
+            let resident = *self.residents.get(next);
+            next += 1;
+            let (handle, slot) = (resident.handle, resident.handle.slot());
+            if !resident.has_left()
+                && (!is_confined || self.is_free_to_run(slot))
+                && self.decodes_next(slot, holds_decodes)
+            {
+                self.pass.special_rows.push(num_rows);
+                rows[num_rows] = self.arena[slot].decode(handle, serial);
+                num_rows += 1;
             }
         }
+        rows.truncate(num_rows);
+        self.pass.num_left -= num_rows as u32;
+        self.pass.rows = rows;
+    }
+
+    /// Writes rows, their seats and starts for the residents from `next` on, up to the first that is not a plain decode;
+    /// returns how many. Most rows of most steps are written here, and need nothing else.
+    #[inline(never)] // its registers are wanted by its loop
+    fn plan_plain_rows(
+        &mut self,
+        next: usize,
+        rows: &mut [RowInFlight],
+        row_seat: &mut [i32],
+        row_start: &mut [i32],
+    ) -> usize {
+        let (arena, serial) = (&mut self.arena, self.pass.serial);
+        let places = rows.iter_mut().zip(row_seat.iter_mut().zip(row_start));
+        let residents = self.residents.settled_from(next);
+        let (mut num_plain, mut max_context) = (0, self.pass.max_context);
+        for (resident, (row, (to_seat, to_start))) in residents.iter().zip(places) {
+            // Who has left has no slot.
+            let Some(sequence) = arena.at_mut(resident.handle.slot()) else {
+                break;
+            };
+            let Some(seat) = sequence.seat_if_plain() else {
+                break;
+            };
+            *to_seat = seat.0 as i32;
+            *to_start = sequence.num_planned as i32;
+            *row = sequence.decode(resident.handle, serial);
+            max_context = max_context.max(row.end);
+            num_plain += 1;
+        }
+        self.pass.max_context = max_context;
+        num_plain
     }
 
     /// Whether resident `slot` decodes in this step, with a block reserved for it; if it has prompt tokens to go, it is
     /// listed.
     fn decodes_next(&mut self, slot: Slot, holds_decodes: bool) -> bool {
         let sequence = &self.arena[slot];
-        let Some(seat) = sequence.seat() else {
-            return false; // it made room for a better one
-        };
+        let seat = sequence.seat().expect("a resident has a seat");
         if !sequence.has_sampled || sequence.num_padding_owed > 0 {
             let num_blocks = self.config.blocks_for(sequence.num_tokens());
             let debt = num_blocks.saturating_sub(self.kv.len(seat));
@@ -114,10 +165,10 @@ impl Scheduler {
     /// Drops the rows of those that made room for others since.
     fn drop_withdrawn(&mut self) {
         if self.pass.has_withdrawn {
-            let arena = &self.arena;
+            let (arena, serial) = (&self.arena, self.pass.serial);
             self.pass
-                .decodes
-                .retain(|handle| arena[handle.slot()].row.count > 0);
+                .rows
+                .retain(|row| arena[row.handle.slot()].decodes_in(serial));
         }
     }
 
@@ -164,15 +215,15 @@ impl Scheduler {
             let sequence = &self.arena[slot];
             // Ids were guessed from tokens that the host knew, so nothing may be in flight behind them.
             let is_usable = is_valid
-                && sequence.row.count == 1
-                && sequence.has_sampled
+                && sequence.decodes_in(self.pass.serial)
+                && sequence.row.num_drafts == 0
                 && !sequence.host_masked
-                && (ids.is_none() || sequence.num_pending == 0);
+                && (ids.is_none() || sequence.num_pending == 1);
             if !is_usable {
                 continue;
             }
             let seat = sequence.seat().expect("a row has a seat");
-            let room = sequence.max_output - sequence.max_output_in_flight() - 1;
+            let room = sequence.max_output - sequence.max_output_in_flight();
             let wanted = (count as u32)
                 .min(self.config.max_drafts)
                 .min(room)
@@ -180,14 +231,12 @@ impl Scheduler {
             let num_drafts = (0..=wanted)
                 .rev()
                 .find(|&num| {
-                    let num_blocks = self.config.blocks_for(sequence.num_planned + 1 + num);
+                    let num_blocks = self.config.blocks_for(sequence.num_planned + num);
                     self.kv.try_reserve(seat, num_blocks).is_some()
                 })
                 .unwrap_or(0);
             let sequence = &mut self.arena[slot];
-            sequence.plain_until = 0;
             sequence.row.num_drafts = num_drafts;
-            sequence.row.count = 1 + num_drafts;
             sequence.row.draft_ids =
                 (drafts.ids.is_some() && num_drafts > 0).then_some(first_id as u32);
             self.pass.num_left -= num_drafts;

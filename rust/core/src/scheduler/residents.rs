@@ -1,4 +1,5 @@
-//! Who has a seat, in key order. Departures are marked at once; they and the newcomers are settled once a plan.
+//! Who has a seat, in key order. Departures are marked at once; newcomers are merged in once a plan, and who has left is
+//! dropped when it is worth a pass: O(1) a departure.
 
 use alloc::vec::Vec;
 
@@ -8,26 +9,34 @@ use crate::policy::Key;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resident {
     pub(crate) key: Key,
+    /// No one's once it gave up its seat.
     pub(crate) handle: Handle,
-    /// It gave up its seat since the last `settle`.
-    pub(crate) has_left: bool,
+}
+
+impl Resident {
+    pub(crate) fn has_left(&self) -> bool {
+        self.handle == Handle::NONE
+    }
 }
 
 #[derive(Debug)]
 pub(crate) struct Residents {
-    /// In key order, as the newcomers are.
+    /// In key order, as the newcomers are. A resumed one stands behind the entries that it left.
     order: Vec<Resident>,
     newcomers: Vec<Resident>,
-    has_departures: bool,
+    /// Entries of `order` that have left.
+    num_left: usize,
+    has_left_newcomers: bool,
 }
 
 impl Residents {
     pub(crate) fn with_capacity(capacity: usize) -> Self {
         Self {
-            // Who has left stays until it is settled, beside the newcomer that took the seat.
-            order: Vec::with_capacity(2 * capacity),
+            // Those with a seat, those that have left and are not dropped yet, and the newcomers.
+            order: Vec::with_capacity(3 * capacity),
             newcomers: Vec::with_capacity(capacity),
-            has_departures: false,
+            num_left: 0,
+            has_left_newcomers: false,
         }
     }
 
@@ -37,35 +46,30 @@ impl Residents {
             self.newcomers.last().is_none_or(|last| last.key < key),
             "newcomers are seated in key order"
         );
-        self.newcomers.push(Resident {
-            key,
-            handle,
-            has_left: false,
-        });
+        self.newcomers.push(Resident { key, handle });
     }
 
     /// Marks that the resident with this key has left. O(log residents).
     pub(crate) fn note_departure(&mut self, key: Key) {
-        let find = |list: &[Resident]| {
-            list.binary_search_by_key(&key, |resident| resident.key)
-                .ok()
-        };
-        let resident = if let Some(place) = find(&self.order) {
-            &mut self.order[place]
+        if let Some(resident) = last_with(&mut self.order, key) {
+            resident.handle = Handle::NONE;
+            self.num_left += 1;
         } else {
-            let place = find(&self.newcomers).expect("who leaves was a resident");
-            &mut self.newcomers[place]
-        };
-        resident.has_left = true;
-        self.has_departures = true;
+            let resident = last_with(&mut self.newcomers, key).expect("who leaves was a resident");
+            resident.handle = Handle::NONE;
+            self.has_left_newcomers = true;
+        }
     }
 
-    /// Drops who left and takes in who came.
+    /// Takes in who came.
     pub(crate) fn settle(&mut self) {
-        if self.has_departures {
-            self.order.retain(|resident| !resident.has_left);
-            self.newcomers.retain(|resident| !resident.has_left);
-            self.has_departures = false;
+        if self.num_left * 16 > self.order.len() {
+            self.order.retain(|resident| !resident.has_left());
+            self.num_left = 0;
+        }
+        if self.has_left_newcomers {
+            self.newcomers.retain(|resident| !resident.has_left());
+            self.has_left_newcomers = false;
         }
         let (mut old, mut new) = (self.order.len(), self.newcomers.len());
         self.order.extend_from_slice(&self.newcomers);
@@ -83,7 +87,7 @@ impl Residents {
         self.newcomers.clear();
     }
 
-    /// Entries, of those that have left included; newcomers since the last `settle` are not among them.
+    /// Settled entries, those that have left included.
     pub(crate) fn len(&self) -> usize {
         self.order.len()
     }
@@ -92,9 +96,20 @@ impl Residents {
         &self.order[i]
     }
 
+    /// Settled entries from the `i`th on, those that have left included.
+    pub(crate) fn settled_from(&self, i: usize) -> &[Resident] {
+        &self.order[i..]
+    }
+
+    /// Whether nobody has a seat.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.iter().next().is_none()
+    }
+
     /// No settled resident's band is worse.
     pub(crate) fn worst_band(&self) -> Option<i32> {
-        self.order.last().map(|resident| resident.key.band)
+        let worst = self.order.iter().rfind(|resident| !resident.has_left());
+        worst.map(|resident| resident.key.band)
     }
 
     /// Those with a seat now.
@@ -102,6 +117,14 @@ impl Residents {
         self.order
             .iter()
             .chain(&self.newcomers)
-            .filter(|resident| !resident.has_left)
+            .filter(|resident| !resident.has_left())
     }
+}
+
+/// The entry of the resident with this key, if it has a seat.
+fn last_with(list: &mut [Resident], key: Key) -> Option<&mut Resident> {
+    let end = list.partition_point(|resident| resident.key <= key);
+    list[..end]
+        .last_mut()
+        .filter(|last| last.key == key && !last.has_left())
 }

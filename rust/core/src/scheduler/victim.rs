@@ -38,7 +38,7 @@ impl Scheduler {
             .residents
             .iter()
             .map(|resident| &self.arena[resident.handle.slot()])
-            .filter(|sequence| sequence.is_running() && sequence.ends_in_flight())
+            .filter(|sequence| sequence.is_running() && sequence.ends_in_flight(self.pass.serial))
             .filter_map(Sequence::seat)
             .map(|seat| self.kv.num_exclusive(seat))
             .sum();
@@ -114,13 +114,13 @@ impl Scheduler {
             for i in 0..self.residents.len() {
                 let resident = *self.residents.get(i);
                 let slot = resident.handle.slot();
-                if resident.has_left {
+                if resident.has_left() {
                     continue;
                 }
                 let is_band_best = band.replace(resident.key.band) != Some(resident.key.band);
                 let sequence = &self.arena[slot];
                 // One that ends in flight gives its blocks back anyway, with its last token sampled.
-                if !sequence.is_running() || sequence.ends_in_flight() {
+                if !sequence.is_running() || sequence.ends_in_flight(self.pass.serial) {
                     continue;
                 }
                 self.pass
@@ -143,6 +143,7 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         let most_tokens = sequence.num_prompt + sequence.max_output - 1;
+        let num_computed = sequence.num_planned - u32::from(sequence.decodes_in(self.pass.serial));
         VictimOrder {
             is_member: self.quarantine.active().is_some() && self.is_free_to_run(slot),
             band: Reverse(sequence.key.band),
@@ -151,7 +152,7 @@ impl Scheduler {
             num_recomputed: self
                 .kv
                 .num_exclusive(seat)
-                .min(self.config.blocks_for(sequence.num_planned)),
+                .min(self.config.blocks_for(num_computed)),
             key: Reverse(sequence.key),
         }
     }

@@ -1,7 +1,7 @@
 //! The end of a plan: its rows are written to the step buffer, and remembered for their commit.
 
 use super::{Drafts, Scheduler};
-use crate::ids::{Seat, Slot, StepId};
+use crate::ids::{BlockId, Seat, Slot, StepId};
 use crate::layout::{CHANGE_WORDS, GAINED_WORDS, Sections, StepLayout, flags, header};
 use crate::record::StepRecord;
 use crate::sequence::{PlannedRow, Sequence};
@@ -66,8 +66,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Begins with `num` rows of plain decodes; their seats and starts are left to the caller.
-    fn plain_rows(&mut self, num: usize) -> (&mut [i32], &mut [i32]) {
+    /// Begins with `num` rows of plain decodes, whose seats and starts have been written.
+    fn plain_rows(&mut self, num: usize) {
         self.to.row_count[..num].fill(1);
         self.to.row_flags[..num].fill(flags::SAMPLES);
         self.to.row_ids[..num].fill(0);
@@ -80,12 +80,14 @@ impl<'a> Writer<'a> {
         self.num_sample_rows = num;
         self.num_logits = num;
         self.max_count = u32::from(num > 0);
-        (&mut self.to.row_seat[..num], &mut self.to.row_start[..num])
     }
 
-    /// Gives the decode in `row` its flags.
-    fn amend(&mut self, row: usize, row_flags: i32) {
+    /// Says of the decode in `row`, which is not plain, what it is.
+    fn amend(&mut self, row: usize, seat: Seat, start: u32, row_flags: i32) {
+        self.to.row_seat[row] = seat.0 as i32;
+        self.to.row_start[row] = start as i32;
         self.to.row_flags[row] = row_flags;
+        self.max_context = self.max_context.max(start + 1);
         self.num_host_masked += usize::from(row_flags & flags::HOST_MASKED != 0);
     }
 
@@ -117,6 +119,21 @@ impl<'a> Writer<'a> {
         self.to.listed_ids[at..][..ids.len()].copy_from_slice(ids);
         self.num_listed += ids.len();
         at
+    }
+
+    /// Tells the runner the blocks of a sequence that it does not know yet: `table` is all that `seat` holds.
+    fn send_table(
+        &mut self,
+        sequence: &mut Sequence,
+        seat: Seat,
+        table: &[BlockId],
+        block_size: u32,
+    ) {
+        for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
+            self.change(seat, column, block.0);
+        }
+        sequence.num_sent = table.len() as u32;
+        sequence.settle_plain(block_size);
     }
 
     fn change(&mut self, seat: Seat, column: usize, block: u32) {
@@ -167,6 +184,7 @@ impl Scheduler {
         step.group = self.quarantine.active();
         step.record = core::mem::take(&mut self.tally);
         core::mem::swap(&mut step.filled, &mut self.pass.filled);
+        core::mem::swap(&mut step.rows, &mut self.pass.rows);
 
         let mut writer = Writer::new(buffer, &self.layout);
         for (place, seat) in writer.to.lost.iter_mut().zip(&self.lost) {
@@ -204,6 +222,7 @@ impl Scheduler {
         writer.finish(id, self.lost.len(), self.pass.gained.len());
         self.lost.clear();
         self.steps.push(step);
+        self.pass.end();
         id
     }
 
@@ -231,45 +250,25 @@ impl Scheduler {
         writer.num_gained_blocks += table.len();
     }
 
-    /// Writes every decode as a plain row, and amends the few that are more than that.
+    /// Writes what plain rows have in common, and amends the few that are more than that.
     fn write_decodes(
         &mut self,
         writer: &mut Writer<'_>,
         step: &mut StepInFlight,
         drafts: &Drafts<'_>,
     ) {
-        let (arena, pass) = (&mut self.arena, &mut self.pass);
-        let (row_seat, row_start) = writer.plain_rows(pass.decodes.len());
-        let mut max_context = 0;
-        pass.special_rows.clear();
-        let rows = pass.decodes.iter().zip(row_seat).zip(row_start).enumerate();
-        step.rows
-            .extend(rows.map(|(row, ((&handle, to_seat), to_start))| {
-                let sequence = &mut arena[handle.slot()];
-                let seat = sequence.seat().expect("a row has a seat");
-                *to_seat = seat.0 as i32;
-                *to_start = sequence.num_planned as i32;
-                if sequence.is_plain() {
-                    sequence.row.count = 0;
-                } else {
-                    pass.special_rows.push(row);
-                }
-                sequence.num_planned += 1;
-                sequence.num_pending += 1;
-                sequence.num_rows_in_flight += 1;
-                max_context = max_context.max(sequence.num_planned);
-                RowInFlight {
-                    handle,
-                    residency: sequence.residency,
-                    count: 1,
-                    end: sequence.num_planned,
-                    max_ids: 1,
-                    kind: RowKind::Live,
-                }
-            }));
-        writer.max_context = max_context;
-        for i in 0..self.pass.special_rows.len() {
-            self.amend_row(writer, step, drafts, self.pass.special_rows[i]);
+        let num_rows = step.rows.len();
+        writer.plain_rows(num_rows);
+        if self.pass.has_withdrawn || !drafts.handles.is_empty() {
+            // Rows have moved up, or any may be longer.
+            for row in 0..num_rows {
+                self.amend_row(writer, step, drafts, row);
+            }
+        } else {
+            writer.max_context = self.pass.max_context;
+            for i in 0..self.pass.special_rows.len() {
+                self.amend_row(writer, step, drafts, self.pass.special_rows[i]);
+            }
         }
         if writer.max_count > 1 {
             writer.mend_offsets();
@@ -287,8 +286,10 @@ impl Scheduler {
         let in_flight = &mut step.rows[row];
         let slot = in_flight.handle.slot();
         let sequence = &mut self.arena[slot];
+        let seat = sequence.seat().expect("a row has a seat");
         let planned = core::mem::take(&mut sequence.row);
         let (mut row_flags, kind) = flags_and_kind(sequence, &mut step.record);
+        let start = in_flight.end - 1;
         in_flight.kind = kind;
         if sequence.num_draft_rows_in_flight > 0 {
             row_flags |= flags::DEVICE_START;
@@ -300,18 +301,20 @@ impl Scheduler {
                 let ids = &list[first as usize..][..planned.num_drafts as usize];
                 writer.to.row_ids[row] = writer.list(ids) as i32;
             }
-            writer.lengthen(row, planned.num_drafts);
             sequence.num_planned += planned.num_drafts;
             sequence.num_pending += planned.num_drafts;
             sequence.num_draft_rows_in_flight += 1;
             sequence.quiet_until = 0;
             in_flight.count += planned.num_drafts;
             in_flight.end += planned.num_drafts;
-            in_flight.max_ids += planned.num_drafts;
+            in_flight.max_ids += planned.num_drafts as u16;
             step.record.num_draft_tokens += i64::from(planned.num_drafts);
         }
-        writer.amend(row, row_flags);
-        self.send_table(writer, slot);
+        writer.amend(row, seat, start, row_flags);
+        if planned.num_drafts > 0 {
+            writer.lengthen(row, planned.num_drafts);
+        }
+        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
     }
 
     fn write_prefill(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
@@ -323,21 +326,21 @@ impl Scheduler {
         }
         let seat = sequence.seat().expect("a row has a seat");
         let (row_flags, kind) = flags_and_kind(sequence, &mut step.record);
-        let ids = writer.list(&sequence.tokens[start as usize..][..count as usize]);
+        let ids = writer.list(&sequence.tokens()[start as usize..][..count as usize]);
         writer.row(seat, start, count, row_flags | flags::LISTED, ids);
-        let max_ids = u32::from(sequence.has_sampled);
-        sequence.num_pending += max_ids;
+        let max_ids = u16::from(sequence.has_sampled);
+        sequence.num_pending += u32::from(max_ids);
         sequence.num_rows_in_flight += 1;
         step.record.num_prefill_tokens += i64::from(count);
         step.rows.push(RowInFlight {
             handle,
             residency: sequence.residency,
-            count,
             end: start + count,
+            count,
             max_ids,
             kind,
         });
-        self.send_table(writer, slot);
+        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
     }
 
     fn write_padding(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
@@ -353,23 +356,11 @@ impl Scheduler {
         step.rows.push(RowInFlight {
             handle,
             residency: 0,
-            count: num_padding,
             end: 0,
+            count: num_padding,
             max_ids: 0,
             kind: RowKind::Padding,
         });
-    }
-
-    /// Tells the runner the blocks of `slot` that it does not know yet.
-    fn send_table(&mut self, writer: &mut Writer<'_>, slot: Slot) {
-        let sequence = &mut self.arena[slot];
-        let seat = sequence.seat().expect("a row has a seat");
-        let table = self.kv.table(seat);
-        for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
-            writer.change(seat, column, block.0);
-        }
-        sequence.num_sent = table.len() as u32;
-        sequence.settle_plain(self.config.block_size);
     }
 }
 
