@@ -274,13 +274,19 @@ class CpuBuilder:
     def table(self, numbers: npt.NDArray[np.float32]) -> int: ...
     def vector(self, numbers: npt.NDArray[np.float32]) -> int: ...
     def matrix(
+        self, weight: npt.NDArray[np.float32], bias: npt.NDArray[np.float32] | None, *, storage: str
+    ) -> int:
+        """Packs a linear map, `[out_features, in_features]`, stored as float32, bfloat16 or int8."""
+
+    def matrix_of_blocks(
         self,
-        weight: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.uint8],
+        in_features: int,
         bias: npt.NDArray[np.float32] | None,
         *,
-        format: str,  # noqa: A002
+        storage: str,
     ) -> int:
-        """Packs a linear map, `[out_features, in_features]`, its numbers kept as float32 or bfloat16."""
+        """Packs the rows of a GGUF tensor as they are, `[out_features, bytes]`: Q8_0, Q4_0 or Q4_1."""
 
     def embed(self, table: int) -> int: ...
     def linear(self, x: int, matrix: int) -> int: ...

@@ -94,9 +94,13 @@ class Assembly:
             device=where,
             max_model_len=config.max_model_len,
             backend=config.backend,
+            quantization=config.quantization,
         )
         self.resolved_config = config.resolve(self.model.config, self.model.dtype, kv_memory_budget(where))
-        for note in (f"backend: {self.model.backend_reason}", *self.resolved_config.notes):
+        for note in (
+            f"backend: {self.model.backend_reason}; {self.model.linear_kernel}",
+            *self.resolved_config.notes,
+        ):
             print(note, file=sys.stderr)
         self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
         if self.tokenizer is not None:

@@ -18,10 +18,11 @@ ASKS = make_asks(15, longest=300, max_tokens=16, seed=5)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
 def model(request: pytest.FixtureRequest, tiny_directory: Path) -> Model:
-    dtype = getattr(torch, request.param)
-    return load_model(tiny_directory, dtype=dtype, device=CPU, backend="cpu")
+    dtype = torch.bfloat16 if request.param == "bfloat16" else torch.float32
+    quantization = "int8" if request.param == "int8" else None
+    return load_model(tiny_directory, dtype=dtype, device=CPU, backend="cpu", quantization=quantization)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,8 @@ def alone(model: Model) -> list[Answer]:
 def test_float32_answers_are_the_dense_references(
     tiny_directory: Path, model: Model, alone: list[Answer]
 ) -> None:
-    if model.dtype != torch.float32:
-        pytest.skip("bfloat16 rounds the weights")
+    if "float32" not in model.linear_kernel:
+        pytest.skip("its weights are rounded")
     for ask, (ids, reason) in zip(ASKS, alone, strict=True):
         assert ids == reference_answer(tiny_directory, model, ask, ids)
         assert reason == expected_reason(ask, ids)
@@ -91,7 +92,7 @@ def test_an_llm_says_which_backend_it_took(tiny_directory: Path, capsys: pytest.
             (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3))
             assert len(output.outputs[0].token_ids) == 3
             assert llm.model.backend == taken
-            assert f"backend: {llm.model.backend_reason}" in capsys.readouterr().err
+            assert f"backend: {llm.model.backend_reason}; " in capsys.readouterr().err
 
 
 def test_what_noria_cpu_does_not_compute_is_refused_or_left_to_torch() -> None:
@@ -104,6 +105,13 @@ def test_what_noria_cpu_does_not_compute_is_refused_or_left_to_torch() -> None:
     name, reason = chosen_backend("auto", torch.float64, CPU)
     assert name == "torch"
     assert "float64" in reason
+
+
+def test_a_quantization_that_nobody_computes_is_refused(tiny_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization is 'int4'; it must be int8, or not given"):
+        LLM(tiny_directory, quantization="int4")
+    with pytest.raises(ConfigError, match="quantization is 'int8'; the cpu backend computes it, and this is"):
+        LLM(tiny_directory, quantization="int8", backend="torch", skip_tokenizer_init=True)
 
 
 def test_a_forced_instruction_set_is_used_or_named(

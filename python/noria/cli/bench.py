@@ -254,10 +254,12 @@ def _load(
         device=torch_device(model_flags.device),
         max_model_len=max_model_len,
         backend=model_flags.backend,
+        quantization=model_flags.quantization,
     )
     about: dict[str, object] = {
         "runner": loaded.backend,
         "backend": loaded.backend_reason,
+        "linear maps": loaded.linear_kernel,
         "model": path.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
@@ -318,6 +320,7 @@ def _engine_config(
         dtype=model_flags.dtype,
         device=model_flags.device,
         backend=model_flags.backend,
+        quantization=model_flags.quantization,
         max_model_len=max_model_len,
         max_num_seqs=engine_flags.max_num_seqs,
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,

@@ -91,6 +91,7 @@ def generate(
         dtype=model_flags.dtype,
         device=model_flags.device,
         backend=model_flags.backend,
+        quantization=model_flags.quantization,
         max_model_len=model_flags.max_model_len,
         max_num_seqs=min(engine_flags.max_num_seqs, len(prompts) + len(given_ids)),  # no more KV than needed
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,

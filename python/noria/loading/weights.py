@@ -1,9 +1,12 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from noria.backends.ops import Rope
@@ -16,11 +19,31 @@ L = TypeVar("L")
 Lco = TypeVar("Lco", covariant=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix in GGUF's quantised blocks.
+
+    Attributes:
+        kind: GGUF's name of the type.
+        rows: `[out_features, bytes of a row]` uint8.
+    """
+
+    kind: str
+    rows: npt.NDArray[np.uint8]
+
+
 class LinearLayout(Protocol[Lco]):
     """How a backend lays linear maps out."""
 
+    @property
+    def block_kinds(self) -> frozenset[str]:
+        """Kinds of GGUF blocks that it multiplies with as they are."""
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Lco:
         """Lays a map out: weight `[out_features, in_features]`, bias `[out_features]` or None."""
+
+    def linear_of_blocks(self, blocks: Blocks, in_features: int, bias: torch.Tensor | None) -> Lco:
+        """Likewise, of blocks of one of its kinds."""
 
 
 class WeightSource(Protocol):
@@ -34,6 +57,9 @@ class WeightSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is no such tensor."""
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix's quantised blocks as they are; None where it has none."""
 
     def copy_into(self, name: str, out: torch.Tensor) -> None:
         """Converts a tensor into `out`, contiguous and of the same shape."""
@@ -84,9 +110,14 @@ class TorchWeights(Generic[L]):
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> L:
         """Linear maps of one input as one, stacked in order."""
-        weight = self._stacked([(f"{name}.weight", (size, in_features)) for name, size in parts])
+        weights: list[tuple[str, tuple[int, ...]]] = [
+            (f"{name}.weight", (size, in_features)) for name, size in parts
+        ]
         bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
-        return self._kernel.linear(weight, bias)
+        blocks = self._stacked_blocks(weights)
+        if blocks is not None:
+            return self._kernel.linear_of_blocks(blocks, in_features, bias)
+        return self._kernel.linear(self._stacked(weights), bias)
 
     def tied_linear(self, name: str, out_features: int, in_features: int) -> L:
         """A linear map that shares an embedding table.
@@ -98,6 +129,9 @@ class TorchWeights(Generic[L]):
             head = self._stacked([("lm_head.weight", (out_features, in_features))])
             if not torch.equal(head, table):
                 return self._kernel.linear(head, None)
+        blocks = self._stacked_blocks([(name, (out_features, in_features))], is_counted=False)
+        if blocks is not None:
+            return self._kernel.linear_of_blocks(blocks, in_features, None)
         return self._kernel.linear(table, None)
 
     def check_all_used(self) -> None:
@@ -119,15 +153,7 @@ class TorchWeights(Generic[L]):
         self, parts: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Tensors of these names and shapes, one below the other."""
-        for name, shape in parts:
-            found = self._source.shape(name)
-            if found is None:
-                raise ModelError(f"{self._source.file_of(name)}: tensor {name!r} is missing")
-            if found != shape:
-                raise ModelError(
-                    f"{self._source.file_of(name)}: tensor {name!r} should have shape {list(shape)}, "
-                    f"found {list(found)}"
-                )
+        self._check(parts)
         rows = sum(shape[0] for _, shape in parts)
         stacked = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or self._dtype, device=self._device)
         first = 0
@@ -137,3 +163,38 @@ class TorchWeights(Generic[L]):
             self._bar.advance(math.prod(shape))
             first += shape[0]
         return stacked
+
+    def _stacked_blocks(
+        self, parts: list[tuple[str, tuple[int, ...]]], *, is_counted: bool = True
+    ) -> Blocks | None:
+        """Blocks of these tensors, one below the other; None unless all are of one kind that is kept.
+
+        Args:
+            parts: names and shapes.
+            is_counted: whether reading them is loading them; not where a table's tensor is read again.
+        """
+        if not self._kernel.block_kinds:
+            return None
+        self._check(parts)
+        found = [blocks for name, _ in parts if (blocks := self._source.blocks(name)) is not None]
+        kinds = {blocks.kind for blocks in found}
+        if len(found) < len(parts) or len(kinds) > 1 or not kinds <= self._kernel.block_kinds:
+            return None
+        if is_counted:
+            for name, shape in parts:
+                self._used.add(name)
+                self._bar.advance(math.prod(shape))
+        rows = np.concatenate([blocks.rows for blocks in found])
+        return Blocks(found[0].kind, rows)
+
+    def _check(self, parts: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Refuses what is missing, or of another shape."""
+        for name, shape in parts:
+            found = self._source.shape(name)
+            if found is None:
+                raise ModelError(f"{self._source.file_of(name)}: tensor {name!r} is missing")
+            if found != shape:
+                raise ModelError(
+                    f"{self._source.file_of(name)}: tensor {name!r} should have shape {list(shape)}, "
+                    f"found {list(found)}"
+                )

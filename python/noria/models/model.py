@@ -88,6 +88,7 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     backend: str = "torch",
+    quantization: str | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -96,6 +97,7 @@ def load_model(
         dtype: what it computes in; "auto": bfloat16 where the hardware computes it, else float32.
         device: where it runs.
         max_model_len: the longest context it will be run with; None: the model's own.
+        quantization: "int8": linear maps in 8 bits, on the cpu backend; None: as the file has them.
         backend: which ops run; "auto": cpu where it computes this dtype on this device, else torch.
 
     Raises:
@@ -109,6 +111,7 @@ def load_model(
     config = read_hf_config(path) if file is None else read_gguf_config(file)
     length = _length(max_model_len, config)
     name, backend_reason = chosen_backend(backend, torch_dtype, device, is_foreign=config.is_foreign)
+    _check_quantization(quantization, name, backend_reason)
     network: Network
     program: RecordedForward | None = None
     if config.is_foreign:
@@ -116,7 +119,7 @@ def load_model(
         linear_kernel = "transformers' modules as they are"
     elif name == "cpu":
         builder = CpuBuilder()
-        linears = CpuLinears(builder, torch_dtype)
+        linears = CpuLinears(builder, torch_dtype, quantization)
         network = _network(path, file, config, torch_dtype, device, linears, length)
         result = network.forward(RecordingOps(builder))
         program = RecordedForward(builder.build(result, num_threads=chosen_threads()[0]))
@@ -138,6 +141,21 @@ def load_model(
         attention=SdpaAttention(),
         program=program,
     )
+
+
+def _check_quantization(quantization: str | None, backend: str, reason: str) -> None:
+    if quantization not in (None, "int8"):
+        raise ConfigError(
+            f"quantization is {quantization!r}; it must be int8, or not given",
+            name="quantization",
+            value=quantization,
+        )
+    if quantization is not None and backend != "cpu":
+        raise ConfigError(
+            f"quantization is {quantization!r}; the cpu backend computes it, and this is {reason}",
+            name="quantization",
+            value=quantization,
+        )
 
 
 def _length(max_model_len: int | None, config: ModelConfig) -> int:

@@ -69,20 +69,21 @@ impl CpuBuilder {
         Ok(self.get()?.vector(numbers.as_slice()?.to_vec()).0)
     }
 
-    #[pyo3(signature = (weight, bias, *, format))]
+    #[pyo3(signature = (weight, bias, *, storage))]
     fn matrix(
         &mut self,
         py: Python<'_>,
         weight: PyReadonlyArray2<'_, f32>,
         bias: Option<PyReadonlyArray1<'_, f32>>,
-        format: &str,
+        storage: &str,
     ) -> PyResult<usize> {
-        let format = match format {
+        let format = match storage {
             "float32" => Format::F32,
             "bfloat16" => Format::Bf16,
+            "int8" => Format::Int8,
             other => {
-                let expected = "float32 or bfloat16";
-                return Err(errors::named(py, "format", other.to_owned(), expected));
+                let expected = "float32, bfloat16 or int8";
+                return Err(errors::named(py, "storage", other.to_owned(), expected));
             }
         };
         let num_in = weight.shape()[1];
@@ -92,6 +93,35 @@ impl CpuBuilder {
         );
         let (bias, isa) = (bias.transpose()?, self.get()?.isa());
         let matrix = py.detach(|| Matrix::pack(isa, format, weight, num_in, bias));
+        Ok(self.get()?.matrix(matrix).0)
+    }
+
+    #[pyo3(signature = (rows, in_features, bias, *, storage))]
+    fn matrix_of_blocks(
+        &mut self,
+        py: Python<'_>,
+        rows: PyReadonlyArray2<'_, u8>,
+        in_features: usize,
+        bias: Option<PyReadonlyArray1<'_, f32>>,
+        storage: &str,
+    ) -> PyResult<usize> {
+        let format = match storage {
+            "Q8_0" => Format::Q8_0,
+            "Q4_0" => Format::Q4_0,
+            "Q4_1" => Format::Q4_1,
+            other => {
+                return Err(errors::named(
+                    py,
+                    "format",
+                    other.to_owned(),
+                    "Q8_0, Q4_0 or Q4_1",
+                ));
+            }
+        };
+        let isa = self.get()?.isa();
+        let (rows, bias) = (rows.as_slice()?, bias.as_ref().map(|bias| bias.as_slice()));
+        let bias = bias.transpose()?;
+        let matrix = py.detach(|| Matrix::pack_blocks(isa, format, rows, in_features, bias));
         Ok(self.get()?.matrix(matrix).0)
     }
 

@@ -1,7 +1,7 @@
 //! Recording a model's forward: each op checks its inputs, and gives the value that it makes.
 
 use crate::attention::{AttentionOptions, Heads};
-use crate::matrix::Matrix;
+use crate::matrix::{Format, Matrix, activation_limit};
 use crate::program::{Program, Stage};
 use crate::{Isa, isa::IsaError};
 
@@ -138,8 +138,24 @@ impl Builder {
     /// `x · matrixᵀ + bias`.
     pub fn linear(&mut self, x: Value, matrix: MatrixId) -> Value {
         let num_out = self.checked_matrix(x, matrix);
+        let x = self.operand(x, matrix);
         let out = self.value(num_out, self.shape(x).is_logits);
         self.stages.push(Stage::Multiply { x, matrix, out });
+        out
+    }
+
+    /// What a product reads: `x`, or `x` in whole numbers.
+    fn operand(&mut self, x: Value, matrix: MatrixId) -> Value {
+        if self.matrices[matrix.0].format != Format::Int8 {
+            return x;
+        }
+        let shape = self.shape(x);
+        let out = self.value(1 + shape.width.div_ceil(2), shape.is_logits);
+        self.stages.push(Stage::Quantise {
+            x,
+            limit: activation_limit(shape.width),
+            out,
+        });
         out
     }
 
@@ -352,16 +368,9 @@ impl Builder {
 
     /// Logits of the wanted tokens.
     pub fn logits(&mut self, x: Value, head: MatrixId) -> Value {
-        let num_out = self.checked_matrix(x, head);
         let chosen = self.value(self.shape(x).width, true);
         self.stages.push(Stage::Choose { x, out: chosen });
-        let out = self.value(num_out, true);
-        self.stages.push(Stage::Multiply {
-            x: chosen,
-            matrix: head,
-            out,
-        });
-        out
+        self.linear(chosen, head)
     }
 
     /// The program that computes `result`, on a pool of `num_workers`.

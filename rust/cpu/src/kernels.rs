@@ -23,6 +23,7 @@ pub(crate) struct Kernels {
     pub(crate) softcap: unsafe fn(f32, &mut [f32]),
     pub(crate) silu_mul: unsafe fn(&[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &mut [f32]),
+    pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
     pub(crate) rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
 }
 
@@ -45,6 +46,7 @@ macro_rules! kernels {
                 softcap,
                 silu_mul,
                 gelu_mul,
+                quantise,
                 rotate,
             };
 
@@ -98,6 +100,10 @@ macro_rules! kernels {
             unsafe fn gelu_mul(gate_up: &[f32], out: &mut [f32]) {
                 // SAFETY: as above.
                 unsafe { rowwise::gelu_mul::<S>(gate_up, out) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
+                rowwise::quantise(x, limit, out);
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {

@@ -102,6 +102,11 @@ pub(crate) enum Stage {
         x: Value,
         out: Value,
     },
+    Quantise {
+        x: Value,
+        limit: f32,
+        out: Value,
+    },
 }
 
 impl Stage {
@@ -115,6 +120,7 @@ impl Stage {
             | Stage::Multiply { x, .. }
             | Stage::SiluMul { x, .. }
             | Stage::GeluMul { x, .. }
+            | Stage::Quantise { x, .. }
             | Stage::Choose { x, .. } => vec![x],
             Stage::AddNorm { x, y, .. } | Stage::Add { x, y, .. } => vec![x, y],
             Stage::Rotate { qkv, cos, sin, .. } => vec![qkv, cos, sin],
@@ -147,6 +153,7 @@ impl Stage {
             | Stage::Attend { out, .. }
             | Stage::SiluMul { out, .. }
             | Stage::GeluMul { out, .. }
+            | Stage::Quantise { out, .. }
             | Stage::Choose { out, .. } => out,
             Stage::Angles { cos, .. } => cos,
             Stage::QkNorm { qkv, .. } | Stage::Rotate { qkv, .. } | Stage::Store { qkv, .. } => qkv,
@@ -226,10 +233,17 @@ pub struct Program {
     /// By stage.
     shared_units: Vec<Units>,
     attention: AttentionPlan,
-    scratch: Vec<Scratch>,
+    scratch: Vec<WorkerScratch>,
     checked_slots: Vec<i64>,
     pool: Pool,
     times: Times,
+}
+
+/// What a worker computes in.
+struct WorkerScratch {
+    attention: Scratch,
+    /// An expanded panel.
+    panel: Buffer,
 }
 
 /// One buffer that values share, one after another.
@@ -273,12 +287,23 @@ impl Program {
             max_queries: heads.iter().map(|h| h.max_queries()).min().unwrap_or(1),
             ..AttentionPlan::default()
         };
+        let blocks = builder
+            .matrices
+            .iter()
+            .filter(|matrix| matrix.format.block_bytes().is_some());
+        let expanded = blocks
+            .map(|matrix| matrix.num_in * matrix.width)
+            .max()
+            .unwrap_or(0);
         Ok(Program {
             kernels: Kernels::of(builder.isa),
             num_logits_columns: builder.shapes[result.0].width,
             shared_units: builder.stages.iter().map(|_| Units::default()).collect(),
             scratch: (0..num_workers)
-                .map(|_| Scratch::new(heads.iter().copied()))
+                .map(|_| WorkerScratch {
+                    attention: Scratch::new(heads.iter().copied()),
+                    panel: Buffer::zeroed(expanded),
+                })
                 .collect(),
             tables: builder.tables,
             vectors: builder.vectors,

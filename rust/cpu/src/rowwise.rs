@@ -135,3 +135,27 @@ pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32])
         b[at] = y * cos[at] + x * sin[at];
     }
 }
+
+/// A row as whole numbers up to `limit`: a scale, then 16-bit numbers, with a zero behind an odd number of them. A row with
+/// a number that is not finite has the scale NaN.
+#[inline(always)]
+pub(crate) fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
+    let (scale, whole) = out.split_first_mut().expect("a scale comes first");
+    let mut largest = 0.0f32;
+    let mut nothing = 0.0f32; // 0 · x is NaN where x is not finite
+    for &x in x {
+        largest = if x.abs() > largest { x.abs() } else { largest };
+        nothing += x * 0.0;
+    }
+    let unit = if largest > 0.0 { largest / limit } else { 1.0 };
+    *scale = unit + nothing;
+    let inverse = 1.0 / unit;
+    // SAFETY: 16-bit numbers have no invalid bits, and need less alignment.
+    let (_, whole, _) = unsafe { whole.align_to_mut::<i16>() };
+    for (to, &x) in whole.iter_mut().zip(x) {
+        *to = (x * inverse).round_ties_even() as i16;
+    }
+    if !x.len().is_multiple_of(2) {
+        whole[x.len()] = 0;
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use super::{Stage, Units};
+use super::{Stage, Units, WorkerScratch};
 use crate::attention::{Attend, AttentionOptions, Heads, KvFormat, Scratch, Unit};
 use crate::builder::{Shape, Table, Value, VectorId};
 use crate::gemm;
@@ -112,7 +112,7 @@ impl Running<'_> {
     /// # Safety
     /// The step was checked against program and cache, and slots have its rows. Workers come here for each stage in
     /// order, once all units of the one before are done, and nobody else uses slots or cache.
-    pub(super) unsafe fn stage(&self, index: usize, stage: &Stage, scratch: &mut Scratch) {
+    pub(super) unsafe fn stage(&self, index: usize, stage: &Stage, scratch: &mut WorkerScratch) {
         let units = &self.shared_units[index];
         match *stage {
             // SAFETY: the caller's; `x` and `out` lie in different slots.
@@ -127,6 +127,7 @@ impl Running<'_> {
                         matrix,
                         self.at(out),
                         units,
+                        scratch.panel.as_mut_ptr(),
                     );
                 }
             },
@@ -138,7 +139,16 @@ impl Running<'_> {
                 out,
             } => {
                 // SAFETY: the caller's.
-                unsafe { self.attend(units, layer, heads, options, (qkv, out), scratch) };
+                unsafe {
+                    self.attend(
+                        units,
+                        layer,
+                        heads,
+                        options,
+                        (qkv, out),
+                        &mut scratch.attention,
+                    )
+                };
             }
             _ => {
                 let num_rows = self.num_rows(stage.rows_of());
@@ -248,6 +258,7 @@ impl Running<'_> {
                     (kernels.rms_norm)(&self.vectors[weight.0], eps, to);
                 }
                 Stage::Add { x, y, .. } => (kernels.add)(of(x), of(y), to),
+                Stage::Quantise { x, limit, .. } => (kernels.quantise)(of(x), limit, to),
                 Stage::SiluMul { x, .. } => (kernels.silu_mul)(of(x), to),
                 Stage::GeluMul { x, .. } => (kernels.gelu_mul)(of(x), to),
                 Stage::Scale { x, factor, .. } => {

@@ -22,7 +22,6 @@ pub(crate) mod avx512;
 pub(crate) mod portable;
 
 /// Vectors of `LANES` f32.
-#[allow(dead_code, reason = "what weights of 8 and 4 bits will need")]
 pub(crate) trait Simd {
     /// f32 in a vector.
     const LANES: usize;
@@ -153,7 +152,6 @@ impl Element for Bf16 {
 }
 
 /// A float16's bits as a number: exact.
-#[allow(dead_code, reason = "as above")]
 pub(crate) fn f16_to_f32(bits: u16) -> f32 {
     let sign = u32::from(bits >> 15) << 31;
     let (exponent, fraction) = (u32::from(bits >> 10) & 0x1f, u32::from(bits) & 0x3ff);

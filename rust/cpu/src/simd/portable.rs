@@ -131,7 +131,6 @@ impl Simd for Portable {
     }
 }
 
-#[allow(dead_code, reason = "as Simd")]
 #[inline(always)]
 fn pair(low: i16, high: i16) -> i32 {
     i32::from(low as u16) | (i32::from(high) << 16)
