@@ -1,8 +1,8 @@
 """Products with packed weights: noria-cpu against torch, in turns, weights cold.
 
 A forward's linear maps in SmolLM2-135M's shapes, one after another, so that each comes from memory: 30 layers
-of qkv, output, gate and up, down; and the head. Each round times every way once; the least of all rounds counts,
-as other work on the machine only adds. torch runs oneDNN with weights packed at load where it can.
+of qkv, output, gate and up, down; and the head. Each round times every way once; the least of all rounds
+counts, as other work on the machine only adds. torch runs oneDNN with weights packed at load where it can.
 """
 
 import argparse

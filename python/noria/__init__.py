@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from noria.async_engine import AsyncEngine, OutputStream
     from noria.config import EngineConfig
     from noria.engine import EngineDeadError
+    from noria.hints import SchedulingHints
     from noria.llm import LLM
     from noria.outputs import CompletionOutput, Events, RequestMetrics, RequestOutput
     from noria.sampling.params import SamplingParams
+    from noria.sampling.structured import StructuredOutputsParams
+    from noria.scores import Logprob
     from noria.stats import EngineStats
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "EngineDeadError",
     "EngineStats",
     "Events",
+    "Logprob",
     "MaxTokensError",
     "ModelError",
     "NeverFitsError",
@@ -57,6 +61,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "SchedulingHints",
+    "StructuredOutputsParams",
     "TokenOutOfRangeError",
     "TokenizerError",
     "__version__",
@@ -74,7 +80,10 @@ _LAZY = {
     "OutputStream": "noria.async_engine",
     "RequestMetrics": "noria.outputs",
     "RequestOutput": "noria.outputs",
+    "Logprob": "noria.scores",
     "SamplingParams": "noria.sampling.params",
+    "SchedulingHints": "noria.hints",
+    "StructuredOutputsParams": "noria.sampling.structured",
     "__version__": "noria._core",
 }
 

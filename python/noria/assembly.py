@@ -16,6 +16,7 @@ from noria.answers import Answer, AnswerWriter
 from noria.config import EngineConfig, model_path, torch_device
 from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, RejectedError
+from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_cache import KvCache
 from noria.memory import kv_memory_budget
 from noria.models import Model, load_model
@@ -23,7 +24,7 @@ from noria.outputs import FinishedRequest
 from noria.prompts import Prompt
 from noria.requests import RequestPlan, Submitted, child_seed, plan_request, request_seed
 from noria.runner.torch_runner import TorchExecutor
-from noria.sampling.params import SamplingParams
+from noria.sampling.params import SamplingParams, default_params
 from noria.text.tokenizer import Tokenizer, load_tokenizer
 from noria.watch import AnswerWatch, WakesEngine
 
@@ -43,6 +44,7 @@ class Asked:
         token_ids: of the prompt.
         plan: how it is answered.
         priority: its band.
+        hints: what order and admission may go by.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Asked:
     token_ids: list[int]
     plan: RequestPlan
     priority: int
+    hints: SchedulingHints = NO_HINTS
 
 
 class Assembly:
@@ -97,10 +100,12 @@ class Assembly:
             quantization=config.quantization,
         )
         self.resolved_config = config.resolve(self.model.config, self.model.dtype, kv_memory_budget(where))
-        for note in (
+        notes = (
+            f"model: run by {self.model.implementation}",
             f"backend: {self.model.backend_reason}; {self.model.linear_kernel}",
             *self.resolved_config.notes,
-        ):
+        )
+        for note in notes:
             print(note, file=sys.stderr)
         self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
         if self.tokenizer is not None:
@@ -124,6 +129,25 @@ class Assembly:
         executor = TorchExecutor(self.model, kv, core.layout)
         return start_engine(core, executor, depth=self.config.depth, mask_provider=self.watch.masks)
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request is sampled with that brings no parameters: what the model's authors recommend."""
+        return default_params(self.model.config.default_sampling_params)
+
+    def plan(self, params: SamplingParams, token_ids: Sequence[int]) -> RequestPlan:
+        """What all answers to a prompt have in common.
+
+        Raises:
+            SamplingParamsError: the model or its tokenizer cannot do it.
+        """
+        return plan_request(
+            params,
+            token_ids,
+            tokenizer=self.tokenizer,
+            eos_token_ids=sorted(self._eos_token_ids),
+            vocab_size=self.model.config.vocab_size,
+        )
+
     def ask(
         self,
         request_id: str,
@@ -133,20 +157,16 @@ class Assembly:
         token_ids: list[int],
         params: SamplingParams,
         priority: object,
+        hints: SchedulingHints = NO_HINTS,
     ) -> Asked:
         """Reads what is asked for one prompt; on any thread. The arguments are those of `Asked`.
 
         Raises:
             RejectedError: the model or its tokenizer cannot do it.
         """
-        plan = plan_request(
-            params,
-            token_ids,
-            tokenizer=self.tokenizer,
-            eos_token_ids=sorted(self._eos_token_ids),
-            vocab_size=self.model.config.vocab_size,
-        )
-        return Asked(request_id, number, prompt_index, prompt, token_ids, plan, _checked_priority(priority))
+        plan = self.plan(params, token_ids)
+        rank = _checked_priority(priority)
+        return Asked(request_id, number, prompt_index, prompt, token_ids, plan, rank, hints)
 
     def submit(self, asked: Asked, children: list[Submitted]) -> None:
         """Submits a prompt once for each of its answers; adds them to `children` one by one.
@@ -170,6 +190,7 @@ class Assembly:
                 max_tokens,
                 stop_token_ids=plan.stop_token_ids,
                 priority=asked.priority,
+                hints=asked.hints,
                 parked=plan.grammar is not None,
                 host_masked=params.edits_on_host,
                 reads_prefix_cache=params.prompt_logprobs is None,

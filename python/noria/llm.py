@@ -3,10 +3,10 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +16,27 @@ from noria.assembly import Assembly
 from noria.config import EngineConfig
 from noria.engine import Engine
 from noria.errors import ConfigError, NoriaError, RejectedError
+from noria.hints import SchedulingHints, spread_hints
 from noria.interrupts import HeldInterrupts
 from noria.models import Model
 from noria.outputs import EventCollector, Events, RequestOutput
 from noria.progress import ProgressBar
-from noria.prompts import Prompt, PromptInput, split_prompts, tokenize_prompts
+from noria.prompts import (
+    Prompt,
+    PromptInput,
+    chat_prompt,
+    split_conversations,
+    split_prompts,
+    tokenize_prompts,
+)
 from noria.requests import Submitted
 from noria.sampling.params import SamplingParams
 from noria.stats import EngineStats
+from noria.text.answer import AnswerText
 from noria.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from noria.text.chat_template import Message
 
 OnEvents = Callable[[Events, npt.NDArray[np.int64]], None]
 """Called after each turn with its events, and for each of them the index of its prompt."""
@@ -71,6 +83,15 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        admission: str = "peak",
+        peak_percent: int = 100,
+        max_queued_requests: int = 2**20,
+        max_queued_tokens: int = 2**40,
+        ageing_steps: int = 1024,
+        max_bypasses: int = 64,
+        max_preemptions: int = 4,
+        fair_input_weight: int = 1,
+        fair_output_weight: int = 2,
         batching: str = "continuous",
         depth: int = 2,
         max_partial_prefills: int = 1,
@@ -93,6 +114,15 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
+            admission=admission,
+            peak_percent=peak_percent,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            ageing_steps=ageing_steps,
+            max_bypasses=max_bypasses,
+            max_preemptions=max_preemptions,
+            fair_input_weight=fair_input_weight,
+            fair_output_weight=fair_output_weight,
             batching=batching,
             depth=depth,
             max_partial_prefills=max_partial_prefills,
@@ -117,6 +147,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        hints: SchedulingHints | Sequence[SchedulingHints] | None = None,
         use_tqdm: bool = True,
         on_events: OnEvents | None = None,
         on_error: Literal["raise", "return"] = "raise",
@@ -128,8 +159,10 @@ class LLM:
         Args:
             prompts: one or a list of them: a text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`.
-            sampling_params: for all, or one for each; None: the defaults.
-            priority: one for each; lower runs first under the `priority` policy.
+            sampling_params: for all, or one for each; None: `default_sampling_params`.
+            priority: one for each; lower runs first, but under `fcfs`.
+            hints: for all, or one for each: whose they are, how long their answers may get, when they
+                are due.
             use_tqdm: whether a progress bar is shown, if standard error is a terminal and it takes
                 longer than a second.
             on_events: called after each turn of the engine with its events, and for each event the
@@ -155,6 +188,8 @@ class LLM:
                 else "generate is already running in another thread; one LLM answers one call at a time"
             )
         given = split_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
         params = _spread_params(sampling_params, len(given))
         if priority is not None and len(priority) != len(given):
             raise RejectedError(
@@ -162,9 +197,10 @@ class LLM:
                 value=len(priority),
                 limit=len(given),
             )
+        told = spread_hints(hints, len(given))
         self._generating_thread = threading.get_ident()
         try:
-            prompts_submitted = self._submit_all(given, params, priority, on_error)
+            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
             submitted = [
                 request
                 for requests in prompts_submitted
@@ -186,6 +222,72 @@ class LLM:
             return outputs
         finally:
             self._generating_thread = None
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request is sampled with that brings no parameters: what the model's authors recommend."""
+        return self._assembly.default_sampling_params
+
+    def answer_text(self, params: SamplingParams) -> AnswerText | None:
+        """What makes an answer's text of its tokens, as `on_events` gives them.
+
+        Joined, what its `push` and the final `end` give is the text that `generate` gives.
+
+        Args:
+            params: with which the answer is sampled.
+
+        Returns:
+            None if there is no tokenizer, or no text is wanted.
+
+        Raises:
+            TokenizerError: the tokenizer decodes whole texts only.
+        """
+        return self._assembly.plan(params, ()).text(self.tokenizer)
+
+    def chat(
+        self,
+        messages: "Sequence[Message] | Sequence[Sequence[Message]]",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers conversations, put through the model's chat template; else as `generate`.
+
+        Args:
+            messages: one conversation or a list of them: the turns so far, oldest first, each with `role` and
+                `content` (a text, or a list of text parts).
+            sampling_params: as for `generate`.
+            tools: JSON schemas of tools, if the template knows tools.
+            add_generation_prompt: ends the prompts with what opens the assistant's turn.
+            chat_template_kwargs: what else the template reads, by name.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            One `RequestOutput` a conversation, in their order.
+
+        Raises:
+            RejectedError: a conversation is bad; the text says which.
+            TokenizerError: the model has no chat template, or a bad one.
+        """
+        conversations = split_conversations(messages)
+        prompts: list[PromptInput] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompt, token_ids = chat_prompt(
+                    self.tokenizer,
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    variables=chat_template_kwargs,
+                )
+            except RejectedError as error:
+                message = f"prompt {index}: {error}"
+                raise RejectedError(message, value=error.value, limit=error.limit) from error
+            prompts.append({"prompt": prompt.text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -213,6 +315,7 @@ class LLM:
         given: Sequence[object],
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
+        hints: Sequence[SchedulingHints],
         on_error: str,
     ) -> list[list[Submitted] | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
@@ -230,7 +333,7 @@ class LLM:
                         raise token_ids
                     rank = 0 if priority is None else priority[index]
                     asked = self._assembly.ask(
-                        str(number), number, index, prompt, token_ids, params[index], rank
+                        str(number), number, index, prompt, token_ids, params[index], rank, hints[index]
                     )
                     self._assembly.submit(asked, children)
                     requests.append(children)
@@ -286,11 +389,9 @@ class LLM:
 
 
 def _spread_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams]:
     """One a prompt."""
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Sequence) or not all(

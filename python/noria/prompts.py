@@ -99,6 +99,28 @@ def tokenize_prompts(
     return read
 
 
+def split_conversations(messages: object) -> "list[Sequence[Message]]":
+    """What was given, as a list of conversations; one alone is a list of one.
+
+    Raises:
+        RejectedError: it is nothing of the kind.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RejectedError(
+            f"messages is of type {type(messages).__name__}; it must be a list of messages, or of such lists",
+            value=messages,
+        )
+    if messages and all(isinstance(message, Mapping) for message in messages):
+        return [messages]
+    for index, conversation in enumerate(messages):
+        if isinstance(conversation, str | bytes | Mapping) or not isinstance(conversation, Sequence):
+            raise RejectedError(
+                f"prompt {index} is of type {type(conversation).__name__}; it must be a list of messages",
+                value=conversation,
+            )
+    return list(messages)
+
+
 def chat_prompt(
     tokenizer: "Tokenizer | None",
     messages: "Sequence[Message]",

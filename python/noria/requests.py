@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noria.errors import SamplingParamsError
+from noria.errors import SamplingParamsError, TokenizerError
 from noria.prompts import Prompt
 from noria.runner.base import SeatInit
 from noria.sampling.context import SeatContext
@@ -114,6 +114,8 @@ def plan_request(
                 f"{name} needs a tokenizer, and the engine has none (skip_tokenizer_init is set)",
                 value=getattr(params, name),
             )
+    if params.stop and tokenizer is not None:
+        _check_streams(tokenizer)
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:
         stops.update(eos_token_ids)
@@ -130,6 +132,14 @@ def plan_request(
 
         grammar = grammar_of(params.structured_outputs)
     return RequestPlan(params, stop_token_ids, context, grammar)
+
+
+def _check_streams(tokenizer: "Tokenizer") -> None:
+    """Stop strings are looked for while tokens come, which not every decoder allows."""
+    try:
+        tokenizer.stream()
+    except TokenizerError as error:
+        raise SamplingParamsError(f"stop cannot be used with this model: {error}") from error
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

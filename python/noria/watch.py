@@ -5,6 +5,7 @@ the device computes the step whose rows they are for.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -151,10 +152,12 @@ class AnswerWatch:
         """Reads a turn's tokens of watched requests; ends those that have met their stop."""
         if not len(self._handles):
             return
+        started_ns = time.perf_counter_ns()
         rows = events.rows
         tokens = rows[(rows[:, 1] == _core.TOKEN) & np.isin(rows[:, 0], self._handles)]
         for handle, _, token_id, position in tokens.tolist():
             self._see_token(handle, token_id, position + 1, engine)
+        engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
 
     def _see_token(self, handle: int, token_id: int, num_tokens: int, engine: "Engine") -> None:
         watched = self._watched[handle]

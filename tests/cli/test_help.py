@@ -11,6 +11,7 @@ from noria.cli.overview import SUMMARIES
 COMMANDS = [
     ("chat",),
     ("generate",),
+    ("batch",),
     ("demo",),
     ("models",),
     ("env",),

@@ -1,5 +1,6 @@
 //! The core under a null runner: tables, enumerations and random traffic.
 
+mod bounds;
 mod buffer_limits;
 mod commit_errors;
 mod enumerated;
@@ -9,6 +10,7 @@ mod prefix_cache;
 mod random_traffic;
 mod recordings;
 mod refusals;
+mod scenarios;
 mod static_batches;
 mod support;
 mod traffic;

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def test_stops_and_penalties_survive_preemption(worded_directory: Path) -> None:
     ]
     with make(worded_directory, max_num_seqs=1) as llm:
         expected = llm.generate(prompts, params)
-    with make(worded_directory, num_kv_blocks=12, enable_prefix_caching=False) as llm:
+    with make(worded_directory, num_kv_blocks=12, enable_prefix_caching=False, admission="optimistic") as llm:
         outputs = llm.generate(prompts, params)
         assert llm.stats().num_preemptions > 3
     for one, other in zip(expected, outputs, strict=True):
@@ -230,3 +231,30 @@ def test_stops_and_penalties_survive_preemption(worded_directory: Path) -> None:
         )
         assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob)
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
+
+
+def test_a_conversation_is_answered_through_the_models_template(
+    worded_directory: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(worded_directory, tmp_path, dirs_exist_ok=True)
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if tools %}w9 {% endif %}{{ more }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "top_k": 7, "eos_token_id": 2}')
+    with make(tmp_path) as llm:
+        assert llm.default_sampling_params == SamplingParams(temperature=0.0, top_k=7)
+        one = [
+            {"role": "user", "content": "w5"},
+            {"role": "user", "content": [{"type": "text", "text": "w6"}]},
+        ]
+        (output,) = llm.chat(one, tools=[{}], chat_template_kwargs={"more": "w8"})
+        assert (output.prompt, output.prompt_token_ids) == ("w5 w6 w9 w8", [5, 6, 9, 8])
+        assert output.outputs == llm.generate([[5, 6, 9, 8]])[0].outputs
+        several = llm.chat([one, one[:1]], GREEDY)
+        assert [output.prompt_token_ids for output in several] == [[5, 6], [5]]
+        with pytest.raises(
+            RejectedError, match="prompt 1: part 0 of message 0 is of type 'image'; only text"
+        ):
+            llm.chat([one, [{"role": "user", "content": [{"type": "image"}]}]])
+        for bad in ("w5", [5], {"role": "user"}):
+            with pytest.raises(RejectedError, match="must be a list of messages"):
+                llm.chat(bad)  # type: ignore[arg-type]

@@ -68,6 +68,11 @@ class AsyncEngine:
 
     # ---- what a caller asks
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request is sampled with that brings no parameters: what the model's authors recommend."""
+        return self._assembly.default_sampling_params
+
     def generate(
         self,
         prompt: PromptInput,
@@ -81,7 +86,7 @@ class AsyncEngine:
 
         Args:
             prompt: a text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            sampling_params: None: the defaults.
+            sampling_params: None: `default_sampling_params`.
             request_id: a name that no open request has; None: a number.
             priority: lower runs first under the `priority` policy.
             output_kind: what each output holds. `cumulative`: all so far; `delta`: what is new; `final`:
@@ -248,7 +253,7 @@ class AsyncEngine:
             output,
             read,
             number,
-            SamplingParams() if sampling_params is None else sampling_params,
+            self.default_sampling_params if sampling_params is None else sampling_params,
             priority,
         )
         if is_quick:

@@ -203,7 +203,9 @@ class GrowingOutput:
         """What the reader gets now; raises its error."""
         self._has_news = False
         if self._error is not None:
-            raise self._error
+            # Not kept: its traceback leads to the reader, and so back here.
+            error, self._error = self._error, None
+            raise error
         kind, writer, scores = self.kind, self._writer, self._scores
         first = self._answers[0].request
         if self.is_over:
@@ -227,4 +229,4 @@ class GrowingOutput:
 
 
 def _has_news(answer: GrowingAnswer) -> bool:
-    return answer.num_read < len(answer.token_ids) or (answer.answer is not None and not answer.is_told)
+    return not answer.is_told and (answer.num_read < len(answer.token_ids) or answer.answer is not None)

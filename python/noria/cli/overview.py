@@ -13,6 +13,7 @@ START_HERE = """Start here:
 SUMMARIES = {
     "generate": "Answer one prompt or several.",
     "chat": "Talk with a model.",
+    "batch": "Answer a file of requests.",
     "demo": "Watch a real model answer 64 questions on 8 seats, then compare with static batching.",
     "bench throughput": "Output tokens per second, steps, occupancy and latencies of a workload.",
     "bench scheduler": "Cost of the decision core in steady decode, seen from Python.",

@@ -1,6 +1,7 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -34,6 +35,10 @@ class Blocks:
 
 class LinearLayout(Protocol[Lco]):
     """How a backend lays linear maps out."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether it copies weights, so that their memory can be used again."""
 
     @property
     def block_kinds(self) -> frozenset[str]:
@@ -90,6 +95,7 @@ class TorchWeights(Generic[L]):
         self._bar = bar
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._used: set[str] = set()
 
     def table(self, name: str, rows: int, columns: int) -> torch.Tensor:
@@ -100,7 +106,7 @@ class TorchWeights(Generic[L]):
     def vector(self, name: str, size: int, *, plus_one: bool = False) -> torch.Tensor:
         """A vector, `[size]`; with 1 added it is float32 at least, as it is applied before rounding."""
         if plus_one:
-            return self._stacked([(name, (size,))], self._wide).add_(1)
+            return self._stacked([(name, (size,))], dtype=self._wide).add_(1)
         return self._stacked([(name, (size,))])
 
     def rope(self, rope: RopeConfig) -> Rope[torch.Tensor]:
@@ -110,14 +116,12 @@ class TorchWeights(Generic[L]):
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> L:
         """Linear maps of one input as one, stacked in order."""
-        weights: list[tuple[str, tuple[int, ...]]] = [
-            (f"{name}.weight", (size, in_features)) for name, size in parts
-        ]
+        weights = [(f"{name}.weight", (size, in_features)) for name, size in parts]
         bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
         blocks = self._stacked_blocks(weights)
         if blocks is not None:
             return self._kernel.linear_of_blocks(blocks, in_features, bias)
-        return self._kernel.linear(self._stacked(weights), bias)
+        return self._kernel.linear(self._stacked(weights, is_packed=self._kernel.packs), bias)
 
     def tied_linear(self, name: str, out_features: int, in_features: int) -> L:
         """A linear map that shares an embedding table.
@@ -126,7 +130,8 @@ class TorchWeights(Generic[L]):
         """
         table = self._tables[name]
         if self._source.shape("lm_head.weight") is not None:
-            head = self._stacked([("lm_head.weight", (out_features, in_features))])
+            parts = [("lm_head.weight", (out_features, in_features))]
+            head = self._stacked(parts, is_packed=self._kernel.packs)
             if not torch.equal(head, table):
                 return self._kernel.linear(head, None)
         blocks = self._stacked_blocks([(name, (out_features, in_features))], is_counted=False)
@@ -150,12 +155,25 @@ class TorchWeights(Generic[L]):
             )
 
     def _stacked(
-        self, parts: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        dtype: torch.dtype | None = None,
+        is_packed: bool = False,
     ) -> torch.Tensor:
-        """Tensors of these names and shapes, one below the other."""
+        """Tensors of these names and shapes, one below the other.
+
+        What will be packed, and so copied, is stacked in memory that the next such call takes again: freed
+        and allocated anew, it leaves holes of a tenth of the model.
+        """
         self._check(parts)
-        rows = sum(shape[0] for _, shape in parts)
-        stacked = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or self._dtype, device=self._device)
+        shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+        if is_packed:
+            if self._scratch.numel() < math.prod(shape):
+                self._scratch = self._scratch.new_empty(math.prod(shape))
+            stacked = self._scratch[: math.prod(shape)].view(shape)
+        else:
+            stacked = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in parts:
             self._source.copy_into(name, stacked[first : first + shape[0]])
@@ -165,7 +183,7 @@ class TorchWeights(Generic[L]):
         return stacked
 
     def _stacked_blocks(
-        self, parts: list[tuple[str, tuple[int, ...]]], *, is_counted: bool = True
+        self, parts: Sequence[tuple[str, tuple[int, ...]]], *, is_counted: bool = True
     ) -> Blocks | None:
         """Blocks of these tensors, one below the other; None unless all are of one kind that is kept.
 
@@ -187,7 +205,7 @@ class TorchWeights(Generic[L]):
         rows = np.concatenate([blocks.rows for blocks in found])
         return Blocks(found[0].kind, rows)
 
-    def _check(self, parts: list[tuple[str, tuple[int, ...]]]) -> None:
+    def _check(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """Refuses what is missing, or of another shape."""
         for name, shape in parts:
             found = self._source.shape(name)

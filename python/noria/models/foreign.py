@@ -124,7 +124,7 @@ def read_foreign_config(directory: Path, architecture: str) -> ModelConfig | Non
         return None
     path = directory / "config.json"
     try:
-        config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _FAILURES as error:
         raise ModelError(f"{path}: transformers does not read it ({_first_line(error)})") from None
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) != architecture:
@@ -197,7 +197,12 @@ def load_foreign(
     path = directory / "config.json"
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=_NAME, local_files_only=True, use_safetensors=True
+            directory,
+            dtype=dtype,
+            attn_implementation=_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except _FAILURES as error:
         raise ModelError(f"{path}: transformers does not load it ({_first_line(error)})") from None

@@ -24,9 +24,7 @@ FAMILIES: tuple[Family, ...] = (
 ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
 """`architectures` of a config.json -> its family."""
 
-GGUF_ARCHITECTURES = {
-    family.gguf_architecture: family for family in reversed(FAMILIES) if family.gguf_architecture
-}
+GGUF_ARCHITECTURES = {family.gguf_architecture: family for family in reversed(FAMILIES)}
 """`general.architecture` of a GGUF file -> its family; the first that names it, where two do."""
 
 

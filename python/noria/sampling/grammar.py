@@ -1,6 +1,7 @@
 """Grammars: which tokens may come next so that an answer's text obeys its rule, through llguidance."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from noria.sampling.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from noria.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 _WHITESPACE = r"( |\n {0,32})?"
 """Between JSON's tokens: enough to indent. Without a bound, a small model may write spaces until its end."""
@@ -48,6 +51,8 @@ def grammar_of(rule: StructuredOutputsParams) -> str:
     is_error, messages = matcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise _error(kind, getattr(rule, kind), messages[0])
+    for message in messages:
+        _log.warning("structured_outputs.%s: %s", kind, " ".join(message.split()))
     return grammar
 
 
@@ -94,6 +99,12 @@ def _error(kind: str, value: object, message: str) -> SamplingParamsError:
         keywords = unimplemented.group(1).replace('"', "'")
         return SamplingParamsError(
             f"structured_outputs.{kind} has the keyword {keywords}, which is not supported", value=value
+        )
+    if "oneOf constraints are not supported" in message:
+        return SamplingParamsError(
+            f"structured_outputs.{kind} has the keyword 'oneOf' with choices that may overlap, "
+            "which is not supported; anyOf is",
+            value=value,
         )
     told = " ".join(message.split())
     return SamplingParamsError(f"structured_outputs.{kind} is refused: {told[:300]}", value=value)

@@ -71,6 +71,12 @@ def _schema(value: object) -> object:
             raise SamplingParamsError("structured_outputs.json is nested too deeply to be read") from None
     if not isinstance(value, (Mapping, bool)):
         raise _error("json", value, "a JSON schema")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise _error("json", value, f"a JSON schema, and it is no JSON ({error})") from None
+    except RecursionError:
+        raise SamplingParamsError("structured_outputs.json is nested too deeply to be read") from None
     return value
 
 

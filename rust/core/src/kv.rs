@@ -17,6 +17,8 @@ pub struct Kv {
     /// `[num_seats, num_columns]`.
     tables: Box<[BlockId]>,
     lens: Box<[u32]>,
+    /// Entries of all tables.
+    num_entries: u32,
     num_columns: usize,
 }
 
@@ -28,6 +30,7 @@ impl Kv {
             cache: PrefixCache::new(num_blocks, block_size),
             tables: vec![BlockId(0); num_seats as usize * num_columns as usize].into_boxed_slice(),
             lens: vec![0; num_seats as usize].into_boxed_slice(),
+            num_entries: 0,
             num_columns: num_columns as usize,
         }
     }
@@ -52,6 +55,11 @@ impl Kv {
         self.lens[seat.index()]
     }
 
+    /// Entries of all tables; a block that several hold counts for each.
+    pub(crate) fn num_entries(&self) -> u32 {
+        self.num_entries
+    }
+
     /// Whether `seat` holds none.
     pub fn is_empty(&self, seat: Seat) -> bool {
         self.len(seat) == 0
@@ -66,6 +74,7 @@ impl Kv {
         let len = &mut self.lens[seat.index()];
         self.tables[seat.index() * self.num_columns + *len as usize] = block;
         *len += 1;
+        self.num_entries += 1;
     }
 
     /// Gives `seat` new blocks until it holds `num_blocks`; `None`, and no change, where there are too few.
@@ -77,6 +86,7 @@ impl Kv {
         let len = &mut self.lens[seat.index()];
         let start = seat.index() * self.num_columns + *len as usize;
         *len += num_new;
+        self.num_entries += num_new;
         for place in &mut self.tables[start..][..num_new as usize] {
             let block = self.pool.allocate_free().or_else(|| {
                 let block = self.pool.evict()?;
@@ -98,6 +108,7 @@ impl Kv {
     pub fn release(&mut self, seat: Seat) {
         let start = seat.index() * self.num_columns;
         let len = core::mem::take(&mut self.lens[seat.index()]);
+        self.num_entries -= len;
         for &block in self.tables[start..][..len as usize].iter().rev() {
             self.pool.release(block, self.cache.is_registered(block));
         }

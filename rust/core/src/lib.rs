@@ -20,6 +20,7 @@
 
 extern crate alloc;
 
+mod accounts;
 mod arena;
 mod block_pool;
 mod check;
@@ -30,6 +31,7 @@ mod ids;
 mod kv;
 mod layout;
 mod policy;
+mod predict;
 mod prefix_cache;
 mod queue;
 mod record;

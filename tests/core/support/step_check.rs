@@ -1,9 +1,16 @@
 //! What must hold of every step that the core plans, beside what its buffer says of itself.
 
-use noria_core::{Admission, EventKind, Seat, StepId, digest, flags};
+use noria_core::{Admission, Config, EventKind, Seat, StepId, digest, flags};
 
 use super::view::{RowView, StepView};
 use super::world::World;
+
+fn is_static(config: &Config) -> bool {
+    matches!(
+        config.admission,
+        Admission::StaticGang | Admission::StaticPadded
+    )
+}
 
 impl World {
     pub(super) fn take_step(&mut self, id: StepId) {
@@ -56,7 +63,7 @@ impl World {
             match view.row_of(gain.handle) {
                 Some(row) => assert_eq!(row.start, gain.num_computed_tokens),
                 None => assert!(
-                    self.config.admission != Admission::Optimistic,
+                    is_static(&self.config),
                     "who enters gets tokens"
                 ),
             }
@@ -127,7 +134,7 @@ impl World {
     fn is_confined_now(&self) -> bool {
         let is_suspect = |handle: &u64| self.ledger.accounts[handle].suspect_until.is_some();
         self.ledger.has_suspects()
-            && (self.config.admission == Admission::Optimistic
+            && (!is_static(&self.config)
                 || self.holders.iter().flatten().any(is_suspect))
     }
 }

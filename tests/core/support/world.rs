@@ -72,6 +72,11 @@ impl World {
         self.now_us
     }
 
+    /// When the last verb was applied.
+    pub(crate) fn time_us(&self) -> u64 {
+        self.now_us
+    }
+
     pub(crate) fn account(&self, handle: u64) -> &Account {
         &self.ledger.accounts[&handle]
     }

@@ -25,6 +25,11 @@ class CpuLinears:
         self._kinds: set[str] = set()
 
     @property
+    def packs(self) -> bool:
+        """A packed weight is a copy."""
+        return True
+
+    @property
     def reason(self) -> str:
         """A clause that says how they are multiplied."""
         return f"noria-cpu with {' and '.join(sorted(self._kinds))} weights packed at load"

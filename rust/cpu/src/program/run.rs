@@ -147,7 +147,7 @@ impl Running<'_> {
                         options,
                         (qkv, out),
                         &mut scratch.attention,
-                    )
+                    );
                 };
             }
             _ => {
