@@ -268,3 +268,99 @@ class Expander:
     num_prompt_tokens: npt.NDArray[np.int64]
     def expand(self, buffer: npt.NDArray[np.int32]) -> None:
         """Applies lost and gained seats and table changes, then expands the rows."""
+
+def cpu_isa() -> str:
+    """The instruction set of noria-cpu's kernels here: portable, avx2 or avx512.
+
+    Raises:
+        ConfigError: `NORIA_CPU_ISA` names none, or one that this CPU does not have.
+    """
+
+@final
+class CpuBuilder:
+    """Records a model's forward for noria-cpu.
+
+    Parameters and values are numbers that the builder gives; heads are (query heads, KV heads, head size).
+    Each op is the one of that name in `noria.backends.ops`, and panics on what does not fit.
+    """
+
+    def __new__(cls) -> CpuBuilder: ...
+    def table(self, numbers: npt.NDArray[np.float32]) -> int: ...
+    def vector(self, numbers: npt.NDArray[np.float32]) -> int: ...
+    def matrix(
+        self, weight: npt.NDArray[np.float32], bias: npt.NDArray[np.float32] | None, *, storage: str
+    ) -> int:
+        """Packs a linear map, `[out_features, in_features]`, stored as float32, bfloat16 or int8."""
+
+    def matrix_of_blocks(
+        self,
+        rows: npt.NDArray[np.uint8],
+        in_features: int,
+        bias: npt.NDArray[np.float32] | None,
+        *,
+        storage: str,
+    ) -> int:
+        """Packs the rows of a GGUF tensor as they are, `[out_features, bytes]`: Q8_0, Q4_0 or Q4_1."""
+
+    def embed(self, table: int) -> int: ...
+    def linear(self, x: int, matrix: int) -> int: ...
+    def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
+    def qk_norm(
+        self, qkv: int, q_weight: int, k_weight: int, eps: float, heads: tuple[int, int, int]
+    ) -> int: ...
+    def add(self, x: int, y: int) -> int: ...
+    def scale(self, x: int, factor: float) -> int: ...
+    def softcap(self, x: int, cap: float) -> int: ...
+    def rope(self, qkv: int, frequencies: int, scale: float, heads: tuple[int, int, int]) -> int: ...
+    def attention(
+        self,
+        qkv: int,
+        layer: int,
+        heads: tuple[int, int, int],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> int: ...
+    def silu_mul(self, gate_up: int) -> int: ...
+    def gelu_mul(self, gate_up: int) -> int: ...
+    def logits(self, x: int, head: int) -> int: ...
+    def build(self, result: int, *, num_threads: int) -> CpuProgram:
+        """Ends the recording: the program that computes `result`, which is logits."""
+
+@final
+class CpuProgram:
+    """A model's forward over its own parameters and threads."""
+
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_logits_columns(self) -> int: ...
+    @property
+    def stage_us(self) -> tuple[int, int, int, int]:
+        """Microseconds so far in products, the head's product, attention and all other ops."""
+
+    def run(
+        self,
+        *,
+        input_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        slot_mapping: npt.NDArray[np.int64],
+        cu_seqlens_q: npt.NDArray[np.int32],
+        context_lens: npt.NDArray[np.int32],
+        row_seats: npt.NDArray[np.int64],
+        block_tables: npt.NDArray[np.int32],
+        logits_indices: npt.NDArray[np.int64],
+        kv: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """Computes a step into `logits`, `[num_logits, columns]`; the GIL is released.
+
+        Args:
+            kv: `[layers, 2, blocks, block size, KV heads, head size]`: float32, or bfloat16 as its bits.
+
+        Raises:
+            ValueError: an array does not fit the program, the cache or the others; nothing was computed.
+        """

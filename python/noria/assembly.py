@@ -96,9 +96,16 @@ class Assembly:
             dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
             device=where,
             max_model_len=config.max_model_len,
+            backend=config.backend,
+            quantization=config.quantization,
         )
         self.resolved_config = config.resolve(self.model.config, self.model.dtype, kv_memory_budget(where))
-        for note in (f"model: run by {self.model.implementation}", *self.resolved_config.notes):
+        notes = (
+            f"model: run by {self.model.implementation}",
+            f"backend: {self.model.backend_reason}; {self.model.linear_kernel}",
+            *self.resolved_config.notes,
+        )
+        for note in notes:
             print(note, file=sys.stderr)
         self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
         if self.tokenizer is not None:

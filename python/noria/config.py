@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "deadline", "fair", "prefix")
 ADMISSIONS = ("peak", "reserve", "optimistic")
+BACKENDS = ("auto", "torch", "cpu")
+QUANTIZATIONS = (None, "int8")
 BATCHINGS = ("continuous", "padded", "gang")
 
 
@@ -28,6 +30,10 @@ class EngineConfig:
         dtype: of weights and KV: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
             bfloat16 where the hardware computes it, else float32.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:<n>`.
+        backend: which ops run: `torch`, `cpu` (noria-cpu's own kernels and threads) or `auto`: cpu on a CPU,
+            in a dtype that it computes.
+        quantization: `int8`: linear maps in 8 bits, a scale for each output, on the cpu backend; None: as the
+            file has them.
         max_model_len: tokens of a request, prompt and output together; None: as many as the model
             was made for and the KV cache can hold.
         max_num_seqs: seats: requests that run at once.
@@ -65,6 +71,8 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     device: str = "auto"
+    backend: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -92,6 +100,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("backend", self.backend, BACKENDS)
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization is {self.quantization!r}; it must be int8, or not given",
+                name="quantization",
+                value=self.quantization,
+            )
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("admission", self.admission, ADMISSIONS)
         _require_choice("batching", self.batching, BATCHINGS)

@@ -86,6 +86,11 @@ class KvCache:
         """K and V of one layer, each `[num_blocks + 1, block_size, num_kv_heads, head_dim]`."""
         return self._layers[index]
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]`."""
+        return self._all
+
     def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copies blocks `src[i]` over blocks `dst[i]`, in every layer; all are read before one is written.
 

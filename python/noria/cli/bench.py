@@ -117,7 +117,12 @@ def throughput(
             "give a MODEL, or --null-runner to count steps without one", name="MODEL", value=None
         )
     if null_runner:
-        for flag, value in (("--dtype", model_flags.dtype), ("--device", model_flags.device)):
+        flags = {
+            "--dtype": model_flags.dtype,
+            "--device": model_flags.device,
+            "--backend": model_flags.backend,
+        }
+        for flag, value in flags.items():
             if value != "auto":
                 raise ConfigError(
                     f"{flag} is {value}; --null-runner computes nothing: leave {flag} out",
@@ -244,10 +249,17 @@ def _load(
 
     dtype = model_flags.dtype if model_flags.dtype == "auto" else getattr(torch, model_flags.dtype)
     loaded = load_model(
-        path, dtype=dtype, device=torch_device(model_flags.device), max_model_len=max_model_len
+        path,
+        dtype=dtype,
+        device=torch_device(model_flags.device),
+        max_model_len=max_model_len,
+        backend=model_flags.backend,
+        quantization=model_flags.quantization,
     )
     about: dict[str, object] = {
-        "runner": "torch",
+        "runner": loaded.backend,
+        "backend": loaded.backend_reason,
+        "linear maps": loaded.linear_kernel,
         "model": path.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
@@ -307,6 +319,8 @@ def _engine_config(
         model=model,
         dtype=model_flags.dtype,
         device=model_flags.device,
+        backend=model_flags.backend,
+        quantization=model_flags.quantization,
         max_model_len=max_model_len,
         max_num_seqs=engine_flags.max_num_seqs,
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,

@@ -44,6 +44,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from noria import _core
+    from noria.backends.choice import chosen_backend
     from noria.bench.machine import detect_machine, torch_facts
     from noria.bench.report import format_bytes
     from noria.cli.app import version
@@ -57,7 +58,8 @@ def environment() -> dict[str, str]:
     if machine.memory_limit_bytes is not None:
         memory += f", control group limit {format_bytes(machine.memory_limit_bytes)}"
     device = torch_device("auto")
-    _, dtype_reason = chosen_dtype("auto", device)
+    dtype, dtype_reason = chosen_dtype("auto", device)
+    _, backend_reason = chosen_backend("auto", dtype, device)
     kernels = f"{torch_used.num_threads} threads, CPU kernels for {torch_used.cpu_capability}"
     return {
         "noria": f"{version()} (core {_core.__version__})",
@@ -71,6 +73,7 @@ def environment() -> dict[str, str]:
         "gpu": _gpus(torch.cuda.device_count()),
         "device 'auto'": str(device),
         "dtype 'auto'": dtype_reason,
+        "backend 'auto'": backend_reason,
         "demo model": _demo_model(),
     }
 

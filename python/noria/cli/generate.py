@@ -110,6 +110,8 @@ def generate(
         path,
         dtype=model_flags.dtype,
         device=model_flags.device,
+        backend=model_flags.backend,
+        quantization=model_flags.quantization,
         max_model_len=model_flags.max_model_len,
         max_num_seqs=max(1, min(engine_flags.max_num_seqs, len(given))),  # no more KV than needed
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,

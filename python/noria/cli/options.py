@@ -21,6 +21,8 @@ MODEL_HELP = (
 )
 
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Backend = Literal["auto", "torch", "cpu"]
+Quantization = Literal["int8"]
 Policy = Literal["fcfs", "priority", "sjf", "deadline", "fair", "prefix"]
 
 
@@ -36,6 +38,16 @@ class ModelFlags:
         ),
     ] = "auto"
     device: Annotated[str, Parameter(help="Where the model runs: auto, cpu, cuda or cuda:N.")] = "auto"
+    backend: Annotated[
+        Backend,
+        Parameter(
+            help="Which kernels: torch, cpu (noria's own), or auto: cpu where the model runs on a CPU."
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Parameter(help="int8: weights in 8 bits, on the cpu backend. [default: as the file has them]"),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Parameter(

@@ -21,6 +21,8 @@ from noria.models.registry import known_gguf_family
 if TYPE_CHECKING:
     import torch
 
+    from noria.loading.weights import Blocks
+
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -84,6 +86,24 @@ class GgufWeights:
         """A tensor's shape; None where there is no such tensor."""
         there = self._names.get(name)
         return None if there is None else self._file.tensors[there].shape
+
+    def blocks(self, name: str) -> "Blocks | None":
+        """A matrix's quantised blocks, rows as the checkpoint had them; None where it is not quantised."""
+        import numpy as np
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        from noria.loading.weights import Blocks
+
+        there = self._names[name]
+        info = self._file.tensors[there]
+        kind = GGMLQuantizationType(info.ggml_type)
+        if len(info.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1:
+            return None
+        rows = np.frombuffer(self._file.tensor_bytes(there), dtype=np.uint8).reshape(info.shape[0], -1)
+        heads = next((heads for part, heads in self._permuted.items() if part in name), None)
+        if heads is not None:  # as in copy_into: blocks run along a row, so whole rows change places
+            rows = rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        return Blocks(kind.name, rows)
 
     def copy_into(self, name: str, out: "torch.Tensor") -> None:
         """Dequantises a tensor into `out`, of the same shape, as the checkpoint had it.

@@ -122,6 +122,9 @@ class HfWeights:
             return None
         return tuple(self._files[self._where[there]].get_slice(there).get_shape())
 
+    def blocks(self, _name: str, /) -> None:
+        """Checkpoints have none."""
+
     def copy_into(self, name: str, out: "torch.Tensor") -> None:
         """Converts a tensor into `out`, of the same shape.
 

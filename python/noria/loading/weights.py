@@ -2,17 +2,53 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from noria.backends.ops import Rope
-from noria.backends.torch.linear import Linear, LinearKernel
 from noria.errors import ModelError
 from noria.loading.progress import LoadingBar
 from noria.models.config import ModelConfig, RopeConfig
 from noria.models.rope import inverse_frequencies, rotation_scale
+
+L = TypeVar("L")
+Lco = TypeVar("Lco", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix in GGUF's quantised blocks.
+
+    Attributes:
+        kind: GGUF's name of the type.
+        rows: `[out_features, bytes of a row]` uint8.
+    """
+
+    kind: str
+    rows: npt.NDArray[np.uint8]
+
+
+class LinearLayout(Protocol[Lco]):
+    """How a backend lays linear maps out."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether it copies weights, so that their memory can be used again."""
+
+    @property
+    def block_kinds(self) -> frozenset[str]:
+        """Kinds of GGUF blocks that it multiplies with as they are."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Lco:
+        """Lays a map out: weight `[out_features, in_features]`, bias `[out_features]` or None."""
+
+    def linear_of_blocks(self, blocks: Blocks, in_features: int, bias: torch.Tensor | None) -> Lco:
+        """Likewise, of blocks of one of its kinds."""
 
 
 class WeightSource(Protocol):
@@ -27,11 +63,14 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is no such tensor."""
 
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix's quantised blocks as they are; None where it has none."""
+
     def copy_into(self, name: str, out: torch.Tensor) -> None:
         """Converts a tensor into `out`, contiguous and of the same shape."""
 
 
-class TorchWeights:
+class TorchWeights(Generic[L]):
     """Parameters as the torch backend takes them; see `noria.backends.ops.Weights`.
 
     Nothing is allocated before the file's shape is known to be the one that the configuration asks for.
@@ -43,7 +82,7 @@ class TorchWeights:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: LinearKernel,
+        kernel: LinearLayout[L],
         max_model_len: int,
         bar: LoadingBar,
     ) -> None:
@@ -75,14 +114,16 @@ class TorchWeights:
         frequencies = inverse_frequencies(rope, self._config.rotary_dim, self._wide, self._max_model_len)
         return Rope(frequencies.to(self._device), rotation_scale(rope))
 
-    def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:
+    def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> L:
         """Linear maps of one input as one, stacked in order."""
         weights = [(f"{name}.weight", (size, in_features)) for name, size in parts]
-        weight = self._stacked(weights, is_packed=self._kernel.packs)
         bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
-        return self._kernel.linear(weight, bias)
+        blocks = self._stacked_blocks(weights)
+        if blocks is not None:
+            return self._kernel.linear_of_blocks(blocks, in_features, bias)
+        return self._kernel.linear(self._stacked(weights, is_packed=self._kernel.packs), bias)
 
-    def tied_linear(self, name: str, out_features: int, in_features: int) -> Linear:
+    def tied_linear(self, name: str, out_features: int, in_features: int) -> L:
         """A linear map that shares an embedding table.
 
         A head that the file carries all the same is dropped if it equals the table, and is the head if not.
@@ -93,6 +134,9 @@ class TorchWeights:
             head = self._stacked(parts, is_packed=self._kernel.packs)
             if not torch.equal(head, table):
                 return self._kernel.linear(head, None)
+        blocks = self._stacked_blocks([(name, (out_features, in_features))], is_counted=False)
+        if blocks is not None:
+            return self._kernel.linear_of_blocks(blocks, in_features, None)
         return self._kernel.linear(table, None)
 
     def check_all_used(self) -> None:
@@ -122,15 +166,7 @@ class TorchWeights:
         What will be packed, and so copied, is stacked in memory that the next such call takes again: freed
         and allocated anew, it leaves holes of a tenth of the model.
         """
-        for name, shape in parts:
-            found = self._source.shape(name)
-            if found is None:
-                raise ModelError(f"{self._source.file_of(name)}: tensor {name!r} is missing")
-            if found != shape:
-                raise ModelError(
-                    f"{self._source.file_of(name)}: tensor {name!r} should have shape {list(shape)}, "
-                    f"found {list(found)}"
-                )
+        self._check(parts)
         shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
         if is_packed:
             if self._scratch.numel() < math.prod(shape):
@@ -145,3 +181,38 @@ class TorchWeights:
             self._bar.advance(math.prod(shape))
             first += shape[0]
         return stacked
+
+    def _stacked_blocks(
+        self, parts: Sequence[tuple[str, tuple[int, ...]]], *, is_counted: bool = True
+    ) -> Blocks | None:
+        """Blocks of these tensors, one below the other; None unless all are of one kind that is kept.
+
+        Args:
+            parts: names and shapes.
+            is_counted: whether reading them is loading them; not where a table's tensor is read again.
+        """
+        if not self._kernel.block_kinds:
+            return None
+        self._check(parts)
+        found = [blocks for name, _ in parts if (blocks := self._source.blocks(name)) is not None]
+        kinds = {blocks.kind for blocks in found}
+        if len(found) < len(parts) or len(kinds) > 1 or not kinds <= self._kernel.block_kinds:
+            return None
+        if is_counted:
+            for name, shape in parts:
+                self._used.add(name)
+                self._bar.advance(math.prod(shape))
+        rows = np.concatenate([blocks.rows for blocks in found])
+        return Blocks(found[0].kind, rows)
+
+    def _check(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Refuses what is missing, or of another shape."""
+        for name, shape in parts:
+            found = self._source.shape(name)
+            if found is None:
+                raise ModelError(f"{self._source.file_of(name)}: tensor {name!r} is missing")
+            if found != shape:
+                raise ModelError(
+                    f"{self._source.file_of(name)}: tensor {name!r} should have shape {list(shape)}, "
+                    f"found {list(found)}"
+                )

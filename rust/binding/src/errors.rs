@@ -50,7 +50,7 @@ pub(crate) fn chosen<T: Copy>(
 }
 
 /// An option whose value is not one of a few words.
-fn named(py: Python<'_>, name: &str, value: String, expected: &str) -> PyErr {
+pub(crate) fn named(py: Python<'_>, name: &str, value: String, expected: &str) -> PyErr {
     let message = format!("{name} is {value}, but must be {expected}.");
     raise(py, "ConfigError", message, |attributes| {
         attributes.set_item("name", name)?;

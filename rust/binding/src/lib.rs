@@ -6,6 +6,7 @@
 )]
 
 mod core;
+mod cpu;
 mod errors;
 mod expander;
 mod layout;
@@ -34,6 +35,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<core::Plan>()?;
     module.add_class::<expander::Expander>()?;
     module.add_class::<layout::StepLayout>()?;
+    module.add_class::<cpu::CpuBuilder>()?;
+    module.add_class::<cpu::CpuProgram>()?;
+    module.add_function(wrap_pyfunction!(cpu::cpu_isa, module)?)?;
     module.add_function(wrap_pyfunction!(replay, module)?)?;
     module.add("RECORD_FIELDS", PyTuple::new(module.py(), RECORD_FIELDS)?)?;
     for (name, kind) in [

@@ -6,11 +6,15 @@ private to torch, so they are used only after a trial product has come out right
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from noria.loading.dtype import cpu_computes_bfloat16
+
+if TYPE_CHECKING:
+    from noria.loading.weights import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,15 @@ class LinearKernel:
 
     packs: bool
     reason: str
+
+    @property
+    def block_kinds(self) -> frozenset[str]:
+        """None: blocks are dequantised as they are read."""
+        return frozenset()
+
+    def linear_of_blocks(self, blocks: "Blocks", in_features: int, bias: torch.Tensor | None) -> Linear:
+        """Never asked: there are no such kinds."""
+        raise ValueError(f"torch multiplies with no blocks of {blocks.kind}: {in_features} inputs, {bias}")
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lays a map out; a packed weight is a copy.

@@ -1,0 +1,46 @@
+"""A model's forward as a program of noria-cpu."""
+
+import torch
+
+from noria._core import CpuProgram
+from noria.backends.ops import StepInputs
+from noria.kv_cache import KvCache
+
+
+class RecordedForward:
+    """Runs steps of a program over a KV cache, which stays the tensor's memory.
+
+    Attributes:
+        core: the program.
+    """
+
+    def __init__(self, program: CpuProgram) -> None:
+        self.core = program
+        self._is_first = True
+
+    @property
+    def stage_us(self) -> tuple[int, int, int, int]:
+        """Microseconds so far in products, the head's product, attention and all other ops."""
+        return self.core.stage_us
+
+    def run(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
+        """Logits `[num_logits, vocab_size]` float32 of one step, whose K and V are in the cache then."""
+        if self._is_first:
+            # torch's threads would spin beside the program's; sampling, in this thread, needs none.
+            torch.set_num_threads(1)
+            self._is_first = False
+        logits = torch.empty(len(inputs.logits_indices), self.core.num_logits_columns)
+        cache = kv.memory
+        self.core.run(
+            input_ids=inputs.input_ids.numpy(),
+            positions=inputs.positions.numpy(),
+            slot_mapping=inputs.slot_mapping.numpy(),
+            cu_seqlens_q=inputs.cu_seqlens_q.numpy(),
+            context_lens=inputs.context_lens.numpy(),
+            row_seats=inputs.row_seats.numpy(),
+            block_tables=inputs.block_tables.numpy(),
+            logits_indices=inputs.logits_indices.numpy(),
+            kv=(cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache).numpy(),
+            logits=logits.numpy(),
+        )
+        return logits

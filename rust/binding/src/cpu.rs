@@ -1,0 +1,348 @@
+//! `CpuBuilder` and `CpuProgram`: a model's forward, recorded op by op, and run a step at a time.
+//!
+//! The one unsafe place of the binding: the KV cache is a tensor's memory, which the program reads and writes.
+
+use noria_cpu::{
+    AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
+    Matrix, MatrixId, Program, Step, TableId, Value, VectorId,
+};
+use numpy::{
+    PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
+    PyUntypedArrayMethods,
+};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::errors;
+
+/// The instruction set that the CPU backend uses here.
+#[pyfunction]
+pub(crate) fn cpu_isa(py: Python<'_>) -> PyResult<&'static str> {
+    Ok(chosen(py)?.name())
+}
+
+fn chosen(py: Python<'_>) -> PyResult<Isa> {
+    Isa::chosen().map_err(|error| isa_error(py, error))
+}
+
+fn isa_error(py: Python<'_>, error: IsaError) -> PyErr {
+    let (value, expected) = match error {
+        IsaError::Unknown(name) => (name, "portable, avx2 or avx512".to_owned()),
+        IsaError::Missing(isa) => (
+            isa.name().to_owned(),
+            format!("one that this CPU has: {} at most", Isa::widest().name()),
+        ),
+    };
+    errors::named(py, ISA_VARIABLE, value, &expected)
+}
+
+/// Parameters, and the ops on them in order.
+#[pyclass(module = "noria._core")]
+pub(crate) struct CpuBuilder {
+    builder: Option<Builder>,
+}
+
+impl CpuBuilder {
+    fn get(&mut self) -> PyResult<&mut Builder> {
+        self.builder
+            .as_mut()
+            .ok_or_else(|| PyRuntimeError::new_err("The program is built already."))
+    }
+}
+
+#[pymethods]
+impl CpuBuilder {
+    #[new]
+    fn new(py: Python<'_>) -> PyResult<Self> {
+        let builder = Builder::new(chosen(py)?).map_err(|error| isa_error(py, error))?;
+        Ok(Self {
+            builder: Some(builder),
+        })
+    }
+
+    fn table(&mut self, numbers: PyReadonlyArray2<'_, f32>) -> PyResult<usize> {
+        let width = numbers.shape()[1];
+        Ok(self.get()?.table(numbers.as_slice()?.to_vec(), width).0)
+    }
+
+    fn vector(&mut self, numbers: PyReadonlyArray1<'_, f32>) -> PyResult<usize> {
+        Ok(self.get()?.vector(numbers.as_slice()?.to_vec()).0)
+    }
+
+    #[pyo3(signature = (weight, bias, *, storage))]
+    fn matrix(
+        &mut self,
+        py: Python<'_>,
+        weight: PyReadonlyArray2<'_, f32>,
+        bias: Option<PyReadonlyArray1<'_, f32>>,
+        storage: &str,
+    ) -> PyResult<usize> {
+        let format = match storage {
+            "float32" => Format::F32,
+            "bfloat16" => Format::Bf16,
+            "int8" => Format::Int8,
+            other => {
+                let expected = "float32, bfloat16 or int8";
+                return Err(errors::named(py, "storage", other.to_owned(), expected));
+            }
+        };
+        let num_in = weight.shape()[1];
+        let (weight, bias) = (
+            weight.as_slice()?,
+            bias.as_ref().map(|bias| bias.as_slice()),
+        );
+        let (bias, isa) = (bias.transpose()?, self.get()?.isa());
+        let matrix = py.detach(|| Matrix::pack(isa, format, weight, num_in, bias));
+        Ok(self.get()?.matrix(matrix).0)
+    }
+
+    #[pyo3(signature = (rows, in_features, bias, *, storage))]
+    fn matrix_of_blocks(
+        &mut self,
+        py: Python<'_>,
+        rows: PyReadonlyArray2<'_, u8>,
+        in_features: usize,
+        bias: Option<PyReadonlyArray1<'_, f32>>,
+        storage: &str,
+    ) -> PyResult<usize> {
+        let format = match storage {
+            "Q8_0" => Format::Q8_0,
+            "Q4_0" => Format::Q4_0,
+            "Q4_1" => Format::Q4_1,
+            other => {
+                return Err(errors::named(
+                    py,
+                    "format",
+                    other.to_owned(),
+                    "Q8_0, Q4_0 or Q4_1",
+                ));
+            }
+        };
+        let isa = self.get()?.isa();
+        let (rows, bias) = (rows.as_slice()?, bias.as_ref().map(|bias| bias.as_slice()));
+        let bias = bias.transpose()?;
+        let matrix = py.detach(|| Matrix::pack_blocks(isa, format, rows, in_features, bias));
+        Ok(self.get()?.matrix(matrix).0)
+    }
+
+    fn embed(&mut self, table: usize) -> PyResult<usize> {
+        Ok(self.get()?.embed(TableId(table)).0)
+    }
+
+    fn linear(&mut self, x: usize, matrix: usize) -> PyResult<usize> {
+        Ok(self.get()?.linear(Value(x), MatrixId(matrix)).0)
+    }
+
+    fn rms_norm(&mut self, x: usize, weight: usize, eps: f32) -> PyResult<usize> {
+        Ok(self.get()?.rms_norm(Value(x), VectorId(weight), eps).0)
+    }
+
+    fn add(&mut self, x: usize, y: usize) -> PyResult<usize> {
+        Ok(self.get()?.add(Value(x), Value(y)).0)
+    }
+
+    fn scale(&mut self, x: usize, factor: f32) -> PyResult<usize> {
+        Ok(self.get()?.scale(Value(x), factor).0)
+    }
+
+    fn softcap(&mut self, x: usize, cap: f32) -> PyResult<usize> {
+        Ok(self.get()?.softcap(Value(x), cap).0)
+    }
+
+    fn qk_norm(
+        &mut self,
+        qkv: usize,
+        q_weight: usize,
+        k_weight: usize,
+        eps: f32,
+        heads: (usize, usize, usize),
+    ) -> PyResult<usize> {
+        let (q_weight, k_weight) = (VectorId(q_weight), VectorId(k_weight));
+        Ok(self
+            .get()?
+            .qk_norm(Value(qkv), q_weight, k_weight, eps, as_heads(heads))
+            .0)
+    }
+
+    fn rope(
+        &mut self,
+        qkv: usize,
+        frequencies: usize,
+        scale: f32,
+        heads: (usize, usize, usize),
+    ) -> PyResult<usize> {
+        Ok(self
+            .get()?
+            .rope(Value(qkv), VectorId(frequencies), scale, as_heads(heads))
+            .0)
+    }
+
+    #[pyo3(signature = (qkv, layer, heads, *, scale, window, softcap))]
+    fn attention(
+        &mut self,
+        qkv: usize,
+        layer: usize,
+        heads: (usize, usize, usize),
+        scale: f32,
+        window: Option<usize>,
+        softcap: Option<f32>,
+    ) -> PyResult<usize> {
+        let options = AttentionOptions {
+            scale,
+            window,
+            softcap,
+        };
+        Ok(self
+            .get()?
+            .attention(Value(qkv), layer, as_heads(heads), options)
+            .0)
+    }
+
+    fn silu_mul(&mut self, gate_up: usize) -> PyResult<usize> {
+        Ok(self.get()?.silu_mul(Value(gate_up)).0)
+    }
+
+    fn gelu_mul(&mut self, gate_up: usize) -> PyResult<usize> {
+        Ok(self.get()?.gelu_mul(Value(gate_up)).0)
+    }
+
+    fn logits(&mut self, x: usize, head: usize) -> PyResult<usize> {
+        Ok(self.get()?.logits(Value(x), MatrixId(head)).0)
+    }
+
+    #[pyo3(signature = (result, *, num_threads))]
+    fn build(&mut self, result: usize, num_threads: usize) -> PyResult<CpuProgram> {
+        self.get()?;
+        let builder = self.builder.take().expect("looked at just now");
+        Ok(CpuProgram {
+            program: builder.build(Value(result), num_threads)?,
+        })
+    }
+}
+
+fn as_heads((num_heads, num_kv_heads, head_dim): (usize, usize, usize)) -> Heads {
+    Heads {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    }
+}
+
+/// A model's forward over its own parameters and threads.
+#[pyclass(module = "noria._core")]
+pub(crate) struct CpuProgram {
+    program: Program,
+}
+
+#[pymethods]
+impl CpuProgram {
+    #[getter]
+    fn num_threads(&self) -> usize {
+        self.program.num_workers()
+    }
+
+    #[getter]
+    fn num_bytes(&self) -> usize {
+        self.program.num_bytes()
+    }
+
+    #[getter]
+    fn num_logits_columns(&self) -> usize {
+        self.program.num_logits_columns()
+    }
+
+    #[getter]
+    fn stage_us(&self) -> (u64, u64, u64, u64) {
+        let times = self.program.times();
+        (
+            times.gemm_ns / 1000,
+            times.head_ns / 1000,
+            times.attention_ns / 1000,
+            times.other_ns / 1000,
+        )
+    }
+
+    #[pyo3(signature = (
+        *, input_ids, positions, slot_mapping, cu_seqlens_q, context_lens, row_seats, block_tables, logits_indices, kv,
+        logits
+    ))]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the arrays of a step, by their names"
+    )]
+    fn run(
+        &mut self,
+        py: Python<'_>,
+        input_ids: PyReadonlyArray1<'_, i64>,
+        positions: PyReadonlyArray1<'_, i64>,
+        slot_mapping: PyReadonlyArray1<'_, i64>,
+        cu_seqlens_q: PyReadonlyArray1<'_, i32>,
+        context_lens: PyReadonlyArray1<'_, i32>,
+        row_seats: PyReadonlyArray1<'_, i64>,
+        block_tables: PyReadonlyArray2<'_, i32>,
+        logits_indices: PyReadonlyArray1<'_, i64>,
+        kv: &Bound<'_, PyAny>,
+        mut logits: PyReadwriteArray2<'_, f32>,
+    ) -> PyResult<()> {
+        let step = Step {
+            input_ids: input_ids.as_slice()?,
+            positions: positions.as_slice()?,
+            slot_mapping: slot_mapping.as_slice()?,
+            cu_seqlens_q: cu_seqlens_q.as_slice()?,
+            context_lens: context_lens.as_slice()?,
+            row_seats: row_seats.as_slice()?,
+            max_blocks: block_tables.shape()[1],
+            block_tables: block_tables.as_slice()?,
+            logits_indices: logits_indices.as_slice()?,
+        };
+        let logits = logits.as_slice_mut()?;
+        let program = &mut self.program;
+        with_kv(kv, |view| py.detach(|| program.run(&step, &view, logits)))?
+            .map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+}
+
+/// Calls `run` with a view of `[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]` numbers: float32, or
+/// bfloat16 as uint16.
+fn with_kv<T>(kv: &Bound<'_, PyAny>, run: impl FnOnce(KvView) -> T) -> PyResult<T> {
+    if let Ok(array) = kv.cast::<PyArrayDyn<f32>>() {
+        let mut borrowed = array.try_readwrite()?;
+        let base = borrowed.as_slice_mut()?.as_mut_ptr();
+        return Ok(run(view(base.cast(), KvFormat::F32, array.shape())?));
+    }
+    let array = kv.cast::<PyArrayDyn<u16>>()?;
+    let mut borrowed = array.try_readwrite()?;
+    let base = borrowed.as_slice_mut()?.as_mut_ptr();
+    Ok(run(view(base.cast(), KvFormat::Bf16, array.shape())?))
+}
+
+#[allow(unsafe_code, reason = "the cache is a tensor's memory; see SAFETY")]
+fn view(base: *mut u8, format: KvFormat, shape: &[usize]) -> PyResult<KvView> {
+    let &[
+        num_layers,
+        2,
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        head_dim,
+    ] = shape
+    else {
+        return Err(PyValueError::new_err(format!(
+            "The KV cache has shape {shape:?}, but needs [layers, 2, blocks, block size, heads, head size]."
+        )));
+    };
+    // SAFETY: `with_kv` holds an exclusive borrow of a contiguous array of this shape and format while the view is used,
+    // and the array keeps its memory alive. Nobody else writes the tensor while a step runs: steps, and moves between
+    // them, are jobs of one runner thread.
+    Ok(unsafe {
+        KvView::new(
+            base,
+            format,
+            num_layers,
+            num_blocks,
+            block_size,
+            num_kv_heads,
+            head_dim,
+        )
+    })
+}

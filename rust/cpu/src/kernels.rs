@@ -1,0 +1,145 @@
+//! The kernels of each instruction set, as a table of functions.
+
+use crate::Isa;
+use crate::attention::{self, Attend, Scratch};
+use crate::gemm::{self, Panel};
+use crate::rowwise;
+use crate::simd::{self, Bf16};
+use crate::tile::{self, Product};
+
+/// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
+/// it.
+pub(crate) struct Kernels {
+    /// Multiplies with one panel.
+    pub(crate) panel: unsafe fn(&Panel),
+    /// Multiplies some rows with some columns.
+    pub(crate) block_f32: unsafe fn(&Product<f32>, usize, usize),
+    pub(crate) block_bf16: unsafe fn(&Product<Bf16>, usize, usize),
+    /// Attends with one unit of work.
+    pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
+    pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
+    pub(crate) add: unsafe fn(&[f32], &[f32], &mut [f32]),
+    pub(crate) scale: unsafe fn(f32, &mut [f32]),
+    pub(crate) softcap: unsafe fn(f32, &mut [f32]),
+    pub(crate) silu_mul: unsafe fn(&[f32], &mut [f32]),
+    pub(crate) gelu_mul: unsafe fn(&[f32], &mut [f32]),
+    pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
+    pub(crate) rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
+}
+
+/// Compiles every kernel for one instruction set: `$vectors` is the number of vectors in a panel's width.
+macro_rules! kernels {
+    ($name:ident, $simd:ty, $vectors:literal $(, $features:literal)?) => {
+        mod $name {
+            use super::*;
+
+            type S = $simd;
+
+            pub(super) static KERNELS: Kernels = Kernels {
+                panel,
+                block_f32,
+                block_bf16,
+                attend,
+                rms_norm,
+                add,
+                scale,
+                softcap,
+                silu_mul,
+                gelu_mul,
+                quantise,
+                rotate,
+            };
+
+            // SAFETY (of all): the caller has checked for the features, and keeps the generic kernel's contract.
+            $(#[target_feature(enable = $features)])?
+            unsafe fn panel(panel: &Panel) {
+                // SAFETY: as above.
+                unsafe { gemm::panel::<S, $vectors>(panel) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn block_f32(product: &Product<f32>, num_rows: usize, num_columns: usize) {
+                // SAFETY: as above.
+                unsafe { tile::block::<S, f32>(*product, num_rows, num_columns) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn block_bf16(product: &Product<Bf16>, num_rows: usize, num_columns: usize) {
+                // SAFETY: as above.
+                unsafe { tile::block::<S, Bf16>(*product, num_rows, num_columns) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {
+                // SAFETY: as above.
+                unsafe { attention::attend::<S>(attend, scratch) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn rms_norm(weight: &[f32], eps: f32, x: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::rms_norm::<S>(weight, eps, x) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn add(x: &[f32], y: &[f32], out: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::add::<S>(x, y, out) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn scale(factor: f32, x: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::scale::<S>(factor, x) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn softcap(cap: f32, x: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::softcap::<S>(cap, x) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn silu_mul(gate_up: &[f32], out: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::silu_mul::<S>(gate_up, out) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn gelu_mul(gate_up: &[f32], out: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::gelu_mul::<S>(gate_up, out) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
+                rowwise::quantise(x, limit, out);
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+                // SAFETY: as above.
+                unsafe { rowwise::rotate::<S>(head, cos, sin) }
+            }
+        }
+    };
+}
+
+kernels!(portable, simd::portable::Portable, 2);
+#[cfg(target_arch = "x86_64")]
+kernels!(avx2, simd::avx2::Avx2, 2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    avx512,
+    simd::avx512::Avx512,
+    3,
+    "avx512f,avx512bw,avx2,fma,f16c"
+);
+
+impl Kernels {
+    /// The kernels of an instruction set.
+    ///
+    /// # Panics
+    /// This CPU does not have it.
+    pub(crate) fn of(isa: Isa) -> &'static Kernels {
+        assert!(isa.is_here(), "this CPU has no {}", isa.name());
+        match isa {
+            Isa::Portable => &portable::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &avx2::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &avx512::KERNELS,
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => unreachable!("not on this architecture"),
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Linear maps, packed once in the order in which a product reads them: one layout for every number of rows.
+//!
+//! A matrix is cut in *panels* of as many output columns as a tile of the product has (16; 48 with AVX-512); a panel
+//! lies in one piece, its inputs in order, the columns of an input side by side. What is missing of the last panel is
+//! zero. So a product streams each panel once, in order, whatever the number of rows.
+
+use crate::Isa;
+use crate::memory::Buffer;
+use crate::simd::{Bf16, Element};
+
+/// How the numbers of a panel are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// 4 bytes a weight.
+    F32,
+    /// 2 bytes a weight: a bfloat16, expanded in registers.
+    Bf16,
+    /// 1 byte a weight, and a scale for each output; activations are rounded to whole numbers too, with a scale for each
+    /// row.
+    Int8,
+    /// GGUF's blocks of 32: 1 byte a weight, a float16 scale.
+    Q8_0,
+    /// GGUF's blocks of 32: 4 bits a weight, a float16 scale.
+    Q4_0,
+    /// GGUF's blocks of 32: 4 bits a weight, a float16 scale and minimum.
+    Q4_1,
+}
+
+/// Weights of a GGUF block.
+pub(crate) const BLOCK: usize = 32;
+
+impl Format {
+    /// Bytes of a block in a GGUF file; `None` where it is no such format.
+    pub fn block_bytes(self) -> Option<usize> {
+        match self {
+            Format::F32 | Format::Bf16 | Format::Int8 => None,
+            Format::Q8_0 => Some(2 + BLOCK),
+            Format::Q4_0 => Some(2 + BLOCK / 2),
+            Format::Q4_1 => Some(4 + BLOCK / 2),
+        }
+    }
+
+    /// Bytes of a block's scale, and minimum where it has one.
+    pub(crate) fn head_bytes(self) -> usize {
+        if self == Format::Q4_1 { 4 } else { 2 }
+    }
+}
+
+/// A packed linear map.
+pub struct Matrix {
+    pub(crate) format: Format,
+    /// Output features.
+    pub(crate) num_out: usize,
+    /// Input features.
+    pub(crate) num_in: usize,
+    /// Columns of a panel.
+    pub(crate) width: usize,
+    panel_bytes: usize,
+    data: Buffer,
+    pub(crate) bias: Option<Vec<f32>>,
+}
+
+/// Columns of a panel.
+pub(crate) fn panel_width(isa: Isa) -> usize {
+    match isa {
+        Isa::Portable | Isa::Avx2 => 16,
+        Isa::Avx512 => 48,
+    }
+}
+
+impl Matrix {
+    /// Packs `[num_out, num_in]` numbers, given row by row.
+    ///
+    /// # Panics
+    /// The numbers are not so many.
+    pub fn pack(
+        isa: Isa,
+        format: Format,
+        weight: &[f32],
+        num_in: usize,
+        bias: Option<&[f32]>,
+    ) -> Matrix {
+        assert!(
+            num_in > 0 && weight.len().is_multiple_of(num_in),
+            "rows of {num_in}"
+        );
+        let num_out = weight.len() / num_in;
+        assert!(
+            bias.is_none_or(|bias| bias.len() == num_out),
+            "a bias for each output"
+        );
+        match format {
+            Format::F32 => pack::<f32>(isa, format, weight, num_in, bias),
+            Format::Bf16 => pack::<Bf16>(isa, format, weight, num_in, bias),
+            Format::Int8 => pack_int8(isa, weight, num_in, bias),
+            Format::Q8_0 | Format::Q4_0 | Format::Q4_1 => panic!("blocks come from a file"),
+        }
+    }
+
+    /// Packs GGUF's blocks, given row by row: the same bits, in another order.
+    ///
+    /// # Panics
+    /// The format has no blocks, or the bytes are no whole rows of them.
+    pub fn pack_blocks(
+        isa: Isa,
+        format: Format,
+        rows: &[u8],
+        num_in: usize,
+        bias: Option<&[f32]>,
+    ) -> Matrix {
+        let block_bytes = format.block_bytes().expect("a format of blocks");
+        assert!(
+            num_in > 0 && num_in.is_multiple_of(BLOCK),
+            "rows of whole blocks"
+        );
+        let row_bytes = num_in / BLOCK * block_bytes;
+        assert!(rows.len().is_multiple_of(row_bytes), "whole rows");
+        let num_out = rows.len() / row_bytes;
+        let width = panel_width(isa);
+        let (head, tail) = (format.head_bytes(), block_bytes - format.head_bytes());
+        let mut matrix = empty(isa, format, num_out, num_in, row_bytes * width, bias);
+        let panel_bytes = matrix.panel_bytes;
+        for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
+            let column = row % width;
+            let panel = &mut matrix.data.as_bytes_mut()[row / width * panel_bytes..][..panel_bytes];
+            let blocks = panel.chunks_exact_mut(block_bytes * width);
+            for (to, from) in blocks.zip(bytes.chunks_exact(block_bytes)) {
+                // Scales of all columns, minima of all columns, then byte after byte of all columns.
+                for half in 0..head / 2 {
+                    to[2 * (half * width + column)..][..2].copy_from_slice(&from[2 * half..][..2]);
+                }
+                for place in 0..tail {
+                    to[(head + place) * width + column] = from[head + place];
+                }
+            }
+        }
+        matrix
+    }
+
+    /// Output features.
+    pub fn num_out(&self) -> usize {
+        self.num_out
+    }
+
+    pub(crate) fn num_panels(&self) -> usize {
+        self.num_out.div_ceil(self.width)
+    }
+
+    pub(crate) fn panel_bytes(&self) -> usize {
+        self.panel_bytes
+    }
+
+    /// The first byte of a panel; beyond the last one, of the first.
+    pub(crate) fn panel(&self, index: usize) -> *const u8 {
+        let index = if index < self.num_panels() { index } else { 0 };
+        self.data
+            .as_ptr()
+            .cast::<u8>()
+            .wrapping_add(index * self.panel_bytes)
+    }
+
+    /// Bytes of the packed weights.
+    pub fn num_bytes(&self) -> usize {
+        self.num_panels() * self.panel_bytes
+    }
+}
+
+/// A matrix of zeros.
+fn empty(
+    isa: Isa,
+    format: Format,
+    num_out: usize,
+    num_in: usize,
+    panel_bytes: usize,
+    bias: Option<&[f32]>,
+) -> Matrix {
+    let width = panel_width(isa);
+    let num_bytes = num_out.div_ceil(width) * panel_bytes;
+    Matrix {
+        format,
+        num_out,
+        num_in,
+        width,
+        panel_bytes,
+        data: Buffer::zeroed(num_bytes.div_ceil(4)),
+        bias: bias.map(<[f32]>::to_vec),
+    }
+}
+
+fn pack<E: Element>(
+    isa: Isa,
+    format: Format,
+    weight: &[f32],
+    num_in: usize,
+    bias: Option<&[f32]>,
+) -> Matrix {
+    let width = panel_width(isa);
+    let panel_bytes = num_in * width * size_of::<E>();
+    let mut matrix = empty(
+        isa,
+        format,
+        weight.len() / num_in,
+        num_in,
+        panel_bytes,
+        bias,
+    );
+    for (panel, bytes) in panels(&mut matrix) {
+        // SAFETY: elements have no invalid bits, and the buffer is aligned for them.
+        let (before, numbers, _) = unsafe { bytes.align_to_mut::<E>() };
+        assert!(before.is_empty(), "panels begin at an element");
+        let rows = weight[panel * width * num_in..]
+            .chunks_exact(num_in)
+            .take(width);
+        for (column, row) in rows.enumerate() {
+            for (to, &number) in numbers[column..].iter_mut().step_by(width).zip(row) {
+                *to = E::of(number);
+            }
+        }
+    }
+    matrix
+}
+
+/// Each panel's bytes.
+fn panels(matrix: &mut Matrix) -> impl Iterator<Item = (usize, &mut [u8])> {
+    let (num_panels, panel_bytes) = (matrix.num_panels(), matrix.panel_bytes);
+    matrix.data.as_bytes_mut()[..num_panels * panel_bytes]
+        .chunks_exact_mut(panel_bytes)
+        .enumerate()
+}
+
+/// The largest whole number of an 8-bit weight.
+const INT8_LIMIT: f32 = 127.0;
+
+/// The largest whole number of an activation that is multiplied with so many 8-bit weights: their sum fits in 32 bits.
+pub(crate) fn activation_limit(num_in: usize) -> f32 {
+    (i32::MAX as usize / 127 / num_in).min(i16::MAX as usize) as f32
+}
+
+/// Pairs of inputs side by side for each column, then a scale for each column.
+fn pack_int8(isa: Isa, weight: &[f32], num_in: usize, bias: Option<&[f32]>) -> Matrix {
+    assert!(
+        activation_limit(num_in) >= 1.0,
+        "{num_in} inputs do not fit in 32 bits"
+    );
+    let width = panel_width(isa);
+    let scales_at = num_in.next_multiple_of(2) * width;
+    let num_out = weight.len() / num_in;
+    let mut matrix = empty(
+        isa,
+        Format::Int8,
+        num_out,
+        num_in,
+        scales_at + 4 * width,
+        bias,
+    );
+    for (panel, bytes) in panels(&mut matrix) {
+        let rows = weight[panel * width * num_in..]
+            .chunks_exact(num_in)
+            .take(width);
+        for (column, row) in rows.enumerate() {
+            let largest = row.iter().fold(0.0f32, |largest, w| largest.max(w.abs()));
+            let scale = if largest > 0.0 {
+                largest / INT8_LIMIT
+            } else {
+                1.0
+            };
+            for (place, &w) in row.iter().enumerate() {
+                let whole = (w / scale).round_ties_even().clamp(-INT8_LIMIT, INT8_LIMIT) as i8;
+                bytes[(place / 2 * width + column) * 2 + place % 2] = whole as u8;
+            }
+            bytes[scales_at + 4 * column..][..4].copy_from_slice(&scale.to_ne_bytes());
+        }
+    }
+    matrix
+}

@@ -1,0 +1,543 @@
+//! A recorded forward, and running a step of it.
+//!
+//! Values live in *slots*, which are reused as soon as a value is read for the last time; slots grow to the largest step
+//! seen, and then nothing is allocated any more. The result's slot is the caller's memory.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use crate::attention::{AttentionOptions, Heads, Scratch, Unit};
+use crate::builder::{Builder, MatrixId, Shape, Table, TableId, Value, VectorId};
+use crate::kernels::Kernels;
+use crate::kv::KvView;
+use crate::matrix::Matrix;
+use crate::memory::{Buffer, Rows};
+use crate::pool::Pool;
+use crate::step::{Step, StepError};
+
+mod plan;
+mod run;
+
+/// What workers do together, before any of them goes on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Stage {
+    Embed {
+        table: TableId,
+        out: Value,
+    },
+    Norm {
+        x: Value,
+        weight: VectorId,
+        eps: f32,
+        out: Value,
+    },
+    AddNorm {
+        x: Value,
+        y: Value,
+        sum: Value,
+        weight: VectorId,
+        eps: f32,
+        out: Value,
+    },
+    Add {
+        x: Value,
+        y: Value,
+        out: Value,
+    },
+    Scale {
+        x: Value,
+        factor: f32,
+        out: Value,
+    },
+    Softcap {
+        x: Value,
+        cap: f32,
+        out: Value,
+    },
+    Multiply {
+        x: Value,
+        matrix: MatrixId,
+        out: Value,
+    },
+    QkNorm {
+        qkv: Value,
+        weights: [VectorId; 2],
+        eps: f32,
+        heads: Heads,
+    },
+    Angles {
+        frequencies: VectorId,
+        scale: f32,
+        cos: Value,
+        sin: Value,
+    },
+    Rotate {
+        qkv: Value,
+        cos: Value,
+        sin: Value,
+        heads: Heads,
+        stored_layer: Option<usize>,
+    },
+    Store {
+        qkv: Value,
+        layer: usize,
+        heads: Heads,
+    },
+    Attend {
+        qkv: Value,
+        layer: usize,
+        heads: Heads,
+        options: AttentionOptions,
+        out: Value,
+    },
+    SiluMul {
+        x: Value,
+        out: Value,
+    },
+    GeluMul {
+        x: Value,
+        out: Value,
+    },
+    Choose {
+        x: Value,
+        out: Value,
+    },
+    Quantise {
+        x: Value,
+        limit: f32,
+        out: Value,
+    },
+}
+
+impl Stage {
+    /// What it reads.
+    fn inputs(&self) -> Vec<Value> {
+        match *self {
+            Stage::Embed { .. } | Stage::Angles { .. } => vec![],
+            Stage::Norm { x, .. }
+            | Stage::Scale { x, .. }
+            | Stage::Softcap { x, .. }
+            | Stage::Multiply { x, .. }
+            | Stage::SiluMul { x, .. }
+            | Stage::GeluMul { x, .. }
+            | Stage::Quantise { x, .. }
+            | Stage::Choose { x, .. } => vec![x],
+            Stage::AddNorm { x, y, .. } | Stage::Add { x, y, .. } => vec![x, y],
+            Stage::Rotate { qkv, cos, sin, .. } => vec![qkv, cos, sin],
+            Stage::QkNorm { qkv, .. } | Stage::Store { qkv, .. } | Stage::Attend { qkv, .. } => {
+                vec![qkv]
+            }
+        }
+    }
+
+    /// What it makes.
+    fn outputs(&self) -> Vec<Value> {
+        match *self {
+            Stage::QkNorm { .. } | Stage::Rotate { .. } | Stage::Store { .. } => vec![],
+            Stage::AddNorm { sum, out, .. } => vec![sum, out],
+            Stage::Angles { cos, sin, .. } => vec![cos, sin],
+            _ => vec![self.rows_of()],
+        }
+    }
+
+    /// The value whose rows it makes, or changes.
+    fn rows_of(&self) -> Value {
+        match *self {
+            Stage::Embed { out, .. }
+            | Stage::Norm { out, .. }
+            | Stage::AddNorm { out, .. }
+            | Stage::Add { out, .. }
+            | Stage::Scale { out, .. }
+            | Stage::Softcap { out, .. }
+            | Stage::Multiply { out, .. }
+            | Stage::Attend { out, .. }
+            | Stage::SiluMul { out, .. }
+            | Stage::GeluMul { out, .. }
+            | Stage::Quantise { out, .. }
+            | Stage::Choose { out, .. } => out,
+            Stage::Angles { cos, .. } => cos,
+            Stage::QkNorm { qkv, .. } | Stage::Rotate { qkv, .. } | Stage::Store { qkv, .. } => qkv,
+        }
+    }
+
+    /// Whose slot its output may take, if it is not read any more: row by row, nothing is read after it is written.
+    fn in_place(&self) -> Option<(Value, Value)> {
+        match *self {
+            Stage::Scale { x, out, .. } | Stage::Softcap { x, out, .. } => Some((x, out)),
+            _ => None,
+        }
+    }
+}
+
+/// What of a stage is taken, and what is done.
+#[derive(Default)]
+pub(crate) struct Units {
+    taken: AtomicUsize,
+    done: AtomicUsize,
+}
+
+impl Units {
+    /// The next one's number; there may be none of it left.
+    pub(crate) fn take(&self) -> usize {
+        self.taken.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// One is done: what it wrote is seen by who sees the count.
+    pub(crate) fn finish(&self) {
+        self.done.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn num_done(&self) -> &AtomicUsize {
+        &self.done
+    }
+}
+
+/// Where its time went, in nanoseconds, as the caller's thread saw it (waits included), since the program was built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StageTimes {
+    /// Products, but for the head's.
+    pub gemm_ns: u64,
+    /// The product that makes logits.
+    pub head_ns: u64,
+    /// Attention.
+    pub attention_ns: u64,
+    /// All other ops, and waking the pool.
+    pub other_ns: u64,
+}
+
+#[derive(Default)]
+struct Times {
+    gemm: AtomicU64,
+    head: AtomicU64,
+    attention: AtomicU64,
+    other: AtomicU64,
+}
+
+/// A model's forward, with its parameters and its pool.
+pub struct Program {
+    kernels: &'static Kernels,
+    tables: Vec<Table>,
+    vectors: Vec<Vec<f32>>,
+    matrices: Vec<Matrix>,
+    shapes: Vec<Shape>,
+    stages: Vec<Stage>,
+    /// By value; the result's is the first.
+    slot_of: Vec<usize>,
+    slots: Vec<Slot>,
+    /// By value, of the running step.
+    rows: Vec<Rows>,
+    /// Layers, KV heads, head size that the cache must have.
+    kv_shape: [usize; 3],
+    vocab_size: usize,
+    num_logits_columns: usize,
+    /// By stage.
+    shared_units: Vec<Units>,
+    attention: AttentionPlan,
+    scratch: Vec<WorkerScratch>,
+    checked_slots: Vec<i64>,
+    pool: Pool,
+    times: Times,
+}
+
+/// What a worker computes in.
+struct WorkerScratch {
+    attention: Scratch,
+    /// An expanded panel.
+    panel: Buffer,
+}
+
+/// One buffer that values share, one after another.
+struct Slot {
+    width: usize,
+    is_logits: bool,
+    buffer: Buffer,
+}
+
+/// How a step's attention is cut; the same for all layers.
+#[derive(Default)]
+struct AttentionPlan {
+    units: Vec<Unit>,
+    num_done: Vec<AtomicUsize>,
+    parts: Option<Buffer>,
+    part_stride: usize,
+    max_queries: usize,
+}
+
+impl Program {
+    pub(crate) fn new(
+        builder: Builder,
+        result: Value,
+        kv_shape: [usize; 3],
+        num_workers: usize,
+    ) -> std::io::Result<Program> {
+        let (slot_of, slots) = assign_slots(&builder, result);
+        let heads: Vec<Heads> = builder.stages.iter().filter_map(attended).collect();
+        let vocab_size = builder
+            .tables
+            .iter()
+            .map(|table| table.numbers.len() / table.width)
+            .min()
+            .unwrap_or(0);
+        let attention = AttentionPlan {
+            part_stride: heads
+                .iter()
+                .map(|h| h.group() * (h.head_dim + 2))
+                .max()
+                .unwrap_or(0),
+            max_queries: heads.iter().map(|h| h.max_queries()).min().unwrap_or(1),
+            ..AttentionPlan::default()
+        };
+        let blocks = builder
+            .matrices
+            .iter()
+            .filter(|matrix| matrix.format.block_bytes().is_some());
+        let expanded = blocks
+            .map(|matrix| matrix.num_in * matrix.width)
+            .max()
+            .unwrap_or(0);
+        Ok(Program {
+            kernels: Kernels::of(builder.isa),
+            num_logits_columns: builder.shapes[result.0].width,
+            shared_units: builder.stages.iter().map(|_| Units::default()).collect(),
+            scratch: (0..num_workers)
+                .map(|_| WorkerScratch {
+                    attention: Scratch::new(heads.iter().copied()),
+                    panel: Buffer::zeroed(expanded),
+                })
+                .collect(),
+            tables: builder.tables,
+            vectors: builder.vectors,
+            matrices: builder.matrices,
+            shapes: builder.shapes,
+            stages: builder.stages,
+            rows: vec![Rows::new(std::ptr::null_mut(), 0); slot_of.len()],
+            slot_of,
+            slots,
+            kv_shape,
+            vocab_size,
+            attention,
+            checked_slots: Vec::new(),
+            pool: Pool::new(num_workers)?,
+            times: Times::default(),
+        })
+    }
+
+    /// Threads that compute, the caller's included.
+    pub fn num_workers(&self) -> usize {
+        self.pool.num_workers()
+    }
+
+    /// Columns of the result.
+    pub fn num_logits_columns(&self) -> usize {
+        self.num_logits_columns
+    }
+
+    /// Bytes of all parameters.
+    pub fn num_bytes(&self) -> usize {
+        let numbers = self
+            .tables
+            .iter()
+            .map(|table| table.numbers.len())
+            .sum::<usize>()
+            + self.vectors.iter().map(Vec::len).sum::<usize>();
+        4 * numbers + self.matrices.iter().map(Matrix::num_bytes).sum::<usize>()
+    }
+
+    /// Where its time went so far.
+    pub fn times(&self) -> StageTimes {
+        let of = |time: &AtomicU64| time.load(Ordering::Relaxed);
+        StageTimes {
+            gemm_ns: of(&self.times.gemm),
+            head_ns: of(&self.times.head),
+            attention_ns: of(&self.times.attention),
+            other_ns: of(&self.times.other),
+        }
+    }
+
+    /// Computes a step: stores its K and V, and writes the wanted tokens' logits, `[num_logits, columns]`.
+    ///
+    /// # Errors
+    /// The step does not fit the program, the cache or `logits`; nothing was computed.
+    pub fn run(
+        &mut self,
+        step: &Step<'_>,
+        kv: &KvView,
+        logits: &mut [f32],
+    ) -> Result<(), StepError> {
+        let found = [kv.num_layers, kv.num_kv_heads, kv.head_dim];
+        let attends = self.kv_shape[0] > 0;
+        if attends && (found[0] < self.kv_shape[0] || found[1..] != self.kv_shape[1..]) {
+            return Err(StepError::Cache {
+                found,
+                expected: self.kv_shape,
+            });
+        }
+        step.check(self.vocab_size, kv, &mut self.checked_slots)?;
+        let expected = step.logits_indices.len() * self.num_logits_columns;
+        if logits.len() != expected {
+            return Err(StepError::Length {
+                name: "logits",
+                found: logits.len(),
+                expected,
+            });
+        }
+        self.attention.prepare(step, self.kv_shape[1]);
+        for slot in &mut self.slots[1..] {
+            slot.reserve(if slot.is_logits {
+                step.logits_indices.len()
+            } else {
+                step.num_tokens()
+            });
+        }
+        self.shared_units.fill_with(Units::default);
+        self.compute(step, kv, logits);
+        Ok(())
+    }
+
+    fn compute(&mut self, step: &Step<'_>, kv: &KvView, logits: &mut [f32]) {
+        let logits = logits.as_mut_ptr();
+        for (value, rows) in self.rows.iter_mut().enumerate() {
+            let (slot, width) = (self.slot_of[value], self.shapes[value].width);
+            *rows = match slot {
+                0 => Rows::new(logits, width),
+                _ => Rows::new(self.slots[slot].buffer.as_mut_ptr(), row_stride(width)),
+            };
+        }
+        let parts = self
+            .attention
+            .parts
+            .as_mut()
+            .map_or(std::ptr::null_mut(), Buffer::as_mut_ptr);
+        let running = run::Running {
+            kernels: self.kernels,
+            tables: &self.tables,
+            vectors: &self.vectors,
+            matrices: &self.matrices,
+            shapes: &self.shapes,
+            slot_of: &self.slot_of,
+            rows: &self.rows,
+            shared_units: &self.shared_units,
+            attention_units: &self.attention.units,
+            num_done: &self.attention.num_done,
+            parts: Rows::new(parts, self.attention.part_stride),
+            num_workers: self.pool.num_workers(),
+            step,
+            kv,
+        };
+        let scratch = run::Shares::new(&mut self.scratch);
+        let (stages, times) = (&self.stages, &self.times);
+        let started = Instant::now();
+        self.pool.run(&|worker| {
+            // SAFETY: each worker takes its own, once a job.
+            let scratch = unsafe { scratch.of(worker.index) };
+            let mut last = started;
+            for (index, stage) in stages.iter().enumerate() {
+                // SAFETY: the step was checked; a stage begins when the one before is done.
+                unsafe { running.stage(index, stage, scratch) };
+                worker.wait_for(
+                    running.shared_units[index].num_done(),
+                    running.units_of(stage).0,
+                );
+                if worker.index == 0 {
+                    let now = Instant::now();
+                    let time = match stage {
+                        Stage::Multiply { out, .. } if running.shapes[out.0].is_logits => {
+                            &times.head
+                        }
+                        Stage::Multiply { .. } => &times.gemm,
+                        Stage::Attend { .. } => &times.attention,
+                        _ => &times.other,
+                    };
+                    time.fetch_add((now - last).as_nanos() as u64, Ordering::Relaxed);
+                    last = now;
+                }
+            }
+        });
+    }
+}
+
+impl Slot {
+    fn reserve(&mut self, num_rows: usize) {
+        let size = num_rows * row_stride(self.width);
+        if self.buffer.capacity() < size {
+            self.buffer = Buffer::zeroed(size);
+        }
+    }
+}
+
+/// From one row of a value to the next. Rows begin at a cache line, and never a multiple of 1 KiB apart: a product reads
+/// some rows side by side, and at such distances they would take each other's place in the cache.
+fn row_stride(width: usize) -> usize {
+    let lines = width.div_ceil(16);
+    16 * if lines.is_multiple_of(16) {
+        lines + 1
+    } else {
+        lines
+    }
+}
+
+fn attended(stage: &Stage) -> Option<Heads> {
+    match stage {
+        Stage::Attend { heads, .. } => Some(*heads),
+        _ => None,
+    }
+}
+
+/// Gives each value a slot; slot 0 is the result's.
+fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
+    let num_values = builder.shapes.len();
+    let mut last_read = vec![0; num_values];
+    for (index, stage) in builder.stages.iter().enumerate() {
+        for value in stage.inputs() {
+            last_read[value.0] = index;
+        }
+    }
+    // The result, and what it is made of in place, lie in the caller's memory.
+    let mut slot_of = vec![usize::MAX; num_values];
+    slot_of[result.0] = 0;
+    for (index, stage) in builder.stages.iter().enumerate().rev() {
+        if let Some((x, out)) = stage.in_place()
+            && slot_of[out.0] == 0
+            && last_read[x.0] == index
+        {
+            slot_of[x.0] = 0;
+        }
+    }
+    let shape = builder.shapes[result.0];
+    let empty = |shape: Shape| Slot {
+        width: shape.width,
+        is_logits: shape.is_logits,
+        buffer: Buffer::zeroed(0),
+    };
+    let mut slots = vec![empty(shape)];
+    let mut free: Vec<usize> = Vec::new();
+    for (index, stage) in builder.stages.iter().enumerate() {
+        for out in stage.outputs() {
+            if slot_of[out.0] != usize::MAX {
+                continue;
+            }
+            let shape = builder.shapes[out.0];
+            let found = free
+                .iter()
+                .position(|&slot| slots[slot].is_logits == shape.is_logits);
+            let slot = found.map_or_else(
+                || {
+                    slots.push(empty(shape));
+                    slots.len() - 1
+                },
+                |place| free.swap_remove(place),
+            );
+            slots[slot].width = slots[slot].width.max(shape.width);
+            slot_of[out.0] = slot;
+        }
+        let mut read = stage.inputs();
+        read.sort_unstable();
+        read.dedup();
+        for value in read {
+            if last_read[value.0] == index && slot_of[value.0] != 0 {
+                free.push(slot_of[value.0]);
+            }
+        }
+    }
+    (slot_of, slots)
+}

@@ -1,0 +1,407 @@
+//! One worker's part of each stage.
+
+use std::sync::atomic::AtomicUsize;
+
+use super::{Stage, Units, WorkerScratch};
+use crate::attention::{Attend, AttentionOptions, Heads, KvFormat, Scratch, Unit};
+use crate::builder::{Shape, Table, Value, VectorId};
+use crate::gemm;
+use crate::kernels::Kernels;
+use crate::kv::KvView;
+use crate::matrix::Matrix;
+use crate::memory::Rows;
+use crate::simd::{Bf16, Element};
+use crate::step::Step;
+
+/// Numbers of a unit of rows, at least: less is not worth sharing.
+const MIN_NUMBERS: usize = 4096;
+
+/// What all workers see of a running step.
+pub(super) struct Running<'a> {
+    pub(super) kernels: &'static Kernels,
+    pub(super) tables: &'a [Table],
+    pub(super) vectors: &'a [Vec<f32>],
+    pub(super) matrices: &'a [Matrix],
+    pub(super) shapes: &'a [Shape],
+    pub(super) slot_of: &'a [usize],
+    /// By value.
+    pub(super) rows: &'a [Rows],
+    /// By stage.
+    pub(super) shared_units: &'a [Units],
+    pub(super) attention_units: &'a [Unit],
+    pub(super) num_done: &'a [AtomicUsize],
+    pub(super) parts: Rows,
+    pub(super) num_workers: usize,
+    pub(super) step: &'a Step<'a>,
+    pub(super) kv: &'a KvView,
+}
+
+/// Mutable things, one for each worker.
+pub(super) struct Shares<T> {
+    base: *mut T,
+    len: usize,
+}
+
+// SAFETY: `Shares::of` has each worker take its own.
+unsafe impl<T: Send> Sync for Shares<T> {}
+
+impl<T> Shares<T> {
+    pub(super) fn new(all: &mut [T]) -> Shares<T> {
+        Shares {
+            base: all.as_mut_ptr(),
+            len: all.len(),
+        }
+    }
+
+    /// # Safety
+    /// Nobody else holds this one, and the slice that it was made of still lives.
+    #[allow(clippy::mut_from_ref, reason = "each worker has its own index")]
+    pub(super) unsafe fn of(&self, index: usize) -> &mut T {
+        assert!(index < self.len, "a share for each worker");
+        // SAFETY: inside of the slice; the rest is the caller's.
+        unsafe { &mut *self.base.add(index) }
+    }
+}
+
+impl Running<'_> {
+    fn at(&self, value: Value) -> Rows {
+        self.rows[value.0]
+    }
+
+    fn width(&self, value: Value) -> usize {
+        self.shapes[value.0].width
+    }
+
+    fn num_rows(&self, value: Value) -> usize {
+        if self.shapes[value.0].is_logits {
+            self.step.logits_indices.len()
+        } else {
+            self.step.num_tokens()
+        }
+    }
+
+    /// Units of a stage in this step, each of so many rows (or panels, or attention's own).
+    pub(super) fn units_of(&self, stage: &Stage) -> (usize, usize) {
+        match *stage {
+            Stage::Multiply { matrix, out, .. } => {
+                let has_rows = self.num_rows(out) > 0;
+                (
+                    if has_rows {
+                        self.matrices[matrix.0].num_panels()
+                    } else {
+                        0
+                    },
+                    1,
+                )
+            }
+            Stage::Attend { heads, .. } => (self.attention_units.len() * heads.num_kv_heads, 1),
+            _ => {
+                let value = stage.rows_of();
+                let (num_rows, width) = (self.num_rows(value), self.width(value));
+                let rows = num_rows
+                    .div_ceil(2 * self.num_workers)
+                    .max(MIN_NUMBERS / width)
+                    .max(1);
+                (num_rows.div_ceil(rows), rows)
+            }
+        }
+    }
+
+    /// Does units of a stage until none is left.
+    ///
+    /// # Safety
+    /// The step was checked against program and cache, and slots have its rows. Workers come here for each stage in
+    /// order, once all units of the one before are done, and nobody else uses slots or cache.
+    pub(super) unsafe fn stage(&self, index: usize, stage: &Stage, scratch: &mut WorkerScratch) {
+        let units = &self.shared_units[index];
+        match *stage {
+            // SAFETY: the caller's; `x` and `out` lie in different slots.
+            Stage::Multiply { x, matrix, out } => unsafe {
+                let matrix = &self.matrices[matrix.0];
+                let num_rows = self.num_rows(out);
+                if num_rows > 0 {
+                    gemm::multiply(
+                        self.kernels,
+                        self.at(x),
+                        num_rows,
+                        matrix,
+                        self.at(out),
+                        units,
+                        scratch.panel.as_mut_ptr(),
+                    );
+                }
+            },
+            Stage::Attend {
+                qkv,
+                layer,
+                heads,
+                options,
+                out,
+            } => {
+                // SAFETY: the caller's.
+                unsafe {
+                    self.attend(
+                        units,
+                        layer,
+                        heads,
+                        options,
+                        (qkv, out),
+                        &mut scratch.attention,
+                    );
+                };
+            }
+            _ => {
+                let num_rows = self.num_rows(stage.rows_of());
+                let (num_units, rows) = self.units_of(stage);
+                loop {
+                    let unit = units.take();
+                    if unit >= num_units {
+                        return;
+                    }
+                    for row in unit * rows..num_rows.min((unit + 1) * rows) {
+                        // SAFETY: the caller's; the unit's rows are this worker's.
+                        unsafe { self.row(stage, row) };
+                    }
+                    units.finish();
+                }
+            }
+        }
+    }
+
+    /// One row of a stage that goes row by row.
+    ///
+    /// # Safety
+    /// As for `stage`; the row is this worker's.
+    unsafe fn row(&self, stage: &Stage, row: usize) {
+        // SAFETY: the row is this worker's, and a stage's inputs and outputs lie in different slots (or are the same row,
+        // read before it is written). Kernels are those of a CPU that was found to have them.
+        unsafe {
+            match *stage {
+                Stage::Rotate {
+                    qkv,
+                    cos,
+                    sin,
+                    heads,
+                    stored_layer,
+                } => {
+                    self.rotate(qkv, cos, sin, heads, row);
+                    if let Some(layer) = stored_layer {
+                        self.store(qkv, layer, heads, row);
+                    }
+                }
+                Stage::Store { qkv, layer, heads } => self.store(qkv, layer, heads, row),
+                Stage::QkNorm {
+                    qkv,
+                    weights,
+                    eps,
+                    heads,
+                } => {
+                    self.norm_heads(qkv, weights, eps, heads, row);
+                }
+                Stage::Angles {
+                    frequencies,
+                    scale,
+                    cos,
+                    sin,
+                } => {
+                    let frequencies = &self.vectors[frequencies.0];
+                    let position = self.step.positions[row] as f32;
+                    let cos = self.at(cos).row_mut(row, frequencies.len());
+                    let sin = self.at(sin).row_mut(row, frequencies.len());
+                    for (place, frequency) in frequencies.iter().enumerate() {
+                        let (s, c) = (position * frequency).sin_cos();
+                        (sin[place], cos[place]) = (s * scale, c * scale);
+                    }
+                }
+                _ => self.rowwise(stage, row),
+            }
+        }
+    }
+
+    /// One row of a stage that makes a row of one row, or of two.
+    ///
+    /// # Safety
+    /// As for `row`.
+    unsafe fn rowwise(&self, stage: &Stage, row: usize) {
+        let out = stage.rows_of();
+        let width = self.width(out);
+        let kernels = self.kernels;
+        // SAFETY: as in `stage`.
+        unsafe {
+            let to = self.at(out).row_mut(row, width);
+            let of = |x: Value| self.at(x).row(row, self.width(x));
+            match *stage {
+                Stage::Embed { table, .. } => {
+                    let table = &self.tables[table.0];
+                    let id = self.step.input_ids[row] as usize;
+                    to.copy_from_slice(&table.numbers[id * width..][..width]);
+                }
+                Stage::Choose { x, .. } => {
+                    let token = self.step.logits_indices[row] as usize;
+                    to.copy_from_slice(self.at(x).row(token, width));
+                }
+                Stage::Norm { x, weight, eps, .. } => {
+                    to.copy_from_slice(of(x));
+                    (kernels.rms_norm)(&self.vectors[weight.0], eps, to);
+                }
+                Stage::AddNorm {
+                    x,
+                    y,
+                    sum,
+                    weight,
+                    eps,
+                    ..
+                } => {
+                    let sum = self.at(sum).row_mut(row, width);
+                    (kernels.add)(of(x), of(y), sum);
+                    to.copy_from_slice(sum);
+                    (kernels.rms_norm)(&self.vectors[weight.0], eps, to);
+                }
+                Stage::Add { x, y, .. } => (kernels.add)(of(x), of(y), to),
+                Stage::Quantise { x, limit, .. } => (kernels.quantise)(of(x), limit, to),
+                Stage::SiluMul { x, .. } => (kernels.silu_mul)(of(x), to),
+                Stage::GeluMul { x, .. } => (kernels.gelu_mul)(of(x), to),
+                Stage::Scale { x, factor, .. } => {
+                    self.copy_unless_in_place(x, out, row);
+                    (kernels.scale)(factor, to);
+                }
+                Stage::Softcap { x, cap, .. } => {
+                    self.copy_unless_in_place(x, out, row);
+                    (kernels.softcap)(cap, to);
+                }
+                _ => unreachable!("no stage of one row to one row"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for `stage`; the row is this worker's.
+    unsafe fn copy_unless_in_place(&self, x: Value, out: Value, row: usize) {
+        if self.slot_of[x.0] != self.slot_of[out.0] {
+            let width = self.width(out);
+            // SAFETY: two slots; the row is this worker's.
+            unsafe {
+                let from = self.at(x).row(row, width);
+                self.at(out).row_mut(row, width).copy_from_slice(from);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for `stage`; the row is this worker's.
+    unsafe fn rotate(&self, qkv: Value, cos: Value, sin: Value, heads: Heads, row: usize) {
+        let dim = heads.head_dim;
+        let num_rotated = heads.num_heads + heads.num_kv_heads;
+        // SAFETY: the row is this worker's, and its rotation was made in an earlier stage.
+        unsafe {
+            let half = self.width(cos);
+            let cos = self.at(cos).row(row, half);
+            let sin = self.at(sin).row(row, half);
+            let rotated = self.at(qkv).row_mut(row, num_rotated * dim);
+            for head in rotated.chunks_exact_mut(dim) {
+                (self.kernels.rotate)(&mut head[..2 * half], cos, sin);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for `stage`; the row is this worker's.
+    unsafe fn norm_heads(
+        &self,
+        qkv: Value,
+        [q_weight, k_weight]: [VectorId; 2],
+        eps: f32,
+        heads: Heads,
+        row: usize,
+    ) {
+        let dim = heads.head_dim;
+        // SAFETY: the row is this worker's.
+        let normed = unsafe {
+            self.at(qkv)
+                .row_mut(row, (heads.num_heads + heads.num_kv_heads) * dim)
+        };
+        let (q, k) = normed.split_at_mut(heads.num_heads * dim);
+        for (part, weight) in [(q, q_weight), (k, k_weight)] {
+            for head in part.chunks_exact_mut(dim) {
+                // SAFETY: kernels are those of a CPU that was found to have them.
+                unsafe { (self.kernels.rms_norm)(&self.vectors[weight.0], eps, head) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for `stage`; the row is this worker's.
+    unsafe fn store(&self, qkv: Value, layer: usize, heads: Heads, row: usize) {
+        let slot = self.step.slot_mapping[row];
+        if slot < 0 {
+            return; // padding
+        }
+        let size = self.kv.token_size();
+        let (keys, values) = self.kv.layer(layer);
+        // SAFETY: the slot lies in the cache and is no other token's; the row is this worker's.
+        unsafe {
+            let from = self.at(qkv).row(row, heads.qkv_width());
+            let (key, value) = from[heads.num_heads * heads.head_dim..].split_at(size);
+            let at = slot as usize * size;
+            match self.kv.format {
+                KvFormat::F32 => {
+                    write::<f32>(key, keys.cast::<f32>().add(at));
+                    write::<f32>(value, values.cast::<f32>().add(at));
+                }
+                KvFormat::Bf16 => {
+                    write::<Bf16>(key, keys.cast::<Bf16>().add(at));
+                    write::<Bf16>(value, values.cast::<Bf16>().add(at));
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for `stage`.
+    unsafe fn attend(
+        &self,
+        units: &Units,
+        layer: usize,
+        heads: Heads,
+        options: AttentionOptions,
+        (qkv, out): (Value, Value),
+        scratch: &mut Scratch,
+    ) {
+        let (keys, values) = self.kv.layer(layer);
+        let num_kv_heads = heads.num_kv_heads;
+        loop {
+            let taken = units.take();
+            let Some(&unit) = self.attention_units.get(taken / num_kv_heads) else {
+                return;
+            };
+            let attend = Attend {
+                kernels: self.kernels,
+                unit,
+                heads,
+                kv_head: taken % num_kv_heads,
+                options,
+                qkv: self.at(qkv),
+                out: self.at(out),
+                keys,
+                values,
+                format: self.kv.format,
+                block_size: self.kv.block_size,
+                table: self.step.table(unit.seat),
+                parts: self.parts,
+                num_done: self.num_done,
+            };
+            // SAFETY: the unit is this worker's with this head; K and V were stored in an earlier stage.
+            unsafe { (self.kernels.attend)(&attend, scratch) };
+            units.finish();
+        }
+    }
+}
+
+/// # Safety
+/// `to` has as many places, and nobody else uses them.
+unsafe fn write<E: Element>(from: &[f32], to: *mut E) {
+    for (place, &number) in from.iter().enumerate() {
+        // SAFETY: the caller's.
+        unsafe { to.add(place).write(E::of(number)) };
+    }
+}

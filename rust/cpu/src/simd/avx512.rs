@@ -1,0 +1,119 @@
+//! AVX-512 F and BW: Intel servers from Skylake on, AMD from Zen 4 on.
+#![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
+#![allow(
+    clippy::wildcard_imports,
+    reason = "the instructions, which have long names of their own"
+)]
+
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+/// Sixteen lanes.
+pub(crate) struct Avx512;
+
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    type V = __m512;
+    type I = __m512i;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        _mm512_set1_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m512 {
+        _mm512_loadu_ps(from)
+    }
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: __m512) {
+        _mm512_storeu_ps(to, x);
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m512 {
+        let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m512 {
+        _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> __m512 {
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> (__m512, __m512) {
+        let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+        let low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
+        let high = _mm512_srli_epi32::<4>(bytes);
+        (_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(high))
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        _mm512_add_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        _mm512_sub_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        _mm512_mul_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m512, b: __m512) -> __m512 {
+        _mm512_div_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        _mm512_max_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        _mm512_min_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        _mm512_fmadd_ps(a, b, c)
+    }
+    #[inline(always)]
+    unsafe fn round_exp2(x: __m512) -> (__m512, __m512) {
+        let n = _mm512_cvtps_epi32(x);
+        let power = _mm512_slli_epi32::<23>(_mm512_add_epi32(n, _mm512_set1_epi32(127)));
+        (_mm512_cvtepi32_ps(n), _mm512_castsi512_ps(power))
+    }
+    #[inline(always)]
+    unsafe fn sum(x: __m512) -> f32 {
+        _mm512_reduce_add_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn largest(x: __m512) -> f32 {
+        _mm512_reduce_max_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
+    }
+
+    #[inline(always)]
+    unsafe fn zero_i32() -> __m512i {
+        _mm512_setzero_si512()
+    }
+    #[inline(always)]
+    unsafe fn widen_i8(from: *const i8) -> __m512i {
+        _mm512_cvtepi8_epi16(_mm256_loadu_si256(from.cast()))
+    }
+    #[inline(always)]
+    unsafe fn splat_pair(from: *const i16) -> __m512i {
+        _mm512_set1_epi32(from.cast::<i32>().read_unaligned())
+    }
+    #[inline(always)]
+    unsafe fn dot_pairs(sums: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
+    }
+    #[inline(always)]
+    unsafe fn to_f32(x: __m512i) -> __m512 {
+        _mm512_cvtepi32_ps(x)
+    }
+}

@@ -1,0 +1,167 @@
+//! What a kernel needs of a CPU's vectors. Each kernel is written once over [`Simd`], and compiled once for each
+//! instruction set.
+//!
+//! An implementation's functions may only run on a CPU that has its instructions: [`Isa`](crate::Isa) finds out.
+//! They are inlined into functions that enable those instructions (`kernels!` makes them), never called by themselves.
+#![allow(
+    clippy::missing_safety_doc,
+    reason = "the safety of all of them is the module's: the instructions exist, and pointers are valid for the lanes"
+)]
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "each is one instruction or a few, and the contract is the module's"
+)]
+
+use crate::kernels::Kernels;
+use crate::tile::Product;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+pub(crate) mod portable;
+
+/// Vectors of `LANES` f32.
+pub(crate) trait Simd {
+    /// f32 in a vector.
+    const LANES: usize;
+    /// A vector.
+    type V: Copy;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(from: *const f32) -> Self::V;
+    unsafe fn store(to: *mut f32, x: Self::V);
+    /// bfloat16, widened: exact.
+    unsafe fn load_bf16(from: *const u16) -> Self::V;
+    /// float16, widened: exact.
+    unsafe fn load_f16(from: *const u16) -> Self::V;
+    /// Signed bytes as numbers.
+    unsafe fn load_i8(from: *const i8) -> Self::V;
+    /// The low nibbles of bytes, and the high ones, as numbers from 0 to 15.
+    unsafe fn load_nibbles(from: *const u8) -> (Self::V, Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The nearest whole number, and two to its power. `|x|` is at most 126.
+    unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
+    unsafe fn sum(x: Self::V) -> f32;
+    unsafe fn largest(x: Self::V) -> f32;
+    /// Asks for a cache line, for the second level.
+    unsafe fn prefetch(at: *const u8);
+
+    /// `LANES` 32-bit sums.
+    type I: Copy;
+    unsafe fn zero_i32() -> Self::I;
+    /// `2 * LANES` signed bytes as 16-bit numbers.
+    unsafe fn widen_i8(from: *const i8) -> Self::I;
+    /// One pair of 16-bit numbers in every lane.
+    unsafe fn splat_pair(from: *const i16) -> Self::I;
+    /// `sums + a0 * b0 + a1 * b1` by lane, of pairs of 16-bit numbers.
+    unsafe fn dot_pairs(sums: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn to_f32(x: Self::I) -> Self::V;
+
+    /// `e` to the power of `x`, within 2 units in the last place; inputs are held within ±87.
+    #[inline(always)]
+    unsafe fn exp(x: Self::V) -> Self::V {
+        // e^x = 2^n · e^r with |r| ≤ ln(2) / 2. Coefficients: Cephes' expf.
+        let x = Self::max(Self::min(x, Self::splat(87.0)), Self::splat(-87.0));
+        let (n, power) = Self::round_exp2(Self::mul(x, Self::splat(std::f32::consts::LOG2_E)));
+        let r = Self::fma(n, Self::splat(-0.693_359_4), x);
+        let r = Self::fma(n, Self::splat(2.121_944_4e-4), r);
+        let mut p = Self::splat(1.987_569_1e-4);
+        for c in [
+            1.398_199_9e-3,
+            8.333_452e-3,
+            4.166_579_6e-2,
+            0.166_666_66,
+            0.5,
+        ] {
+            p = Self::fma(p, r, Self::splat(c));
+        }
+        let one = Self::splat(1.0);
+        Self::mul(Self::add(Self::fma(p, Self::mul(r, r), r), one), power)
+    }
+
+    /// The hyperbolic tangent: `1 − 2 / (e^2x + 1)`.
+    #[inline(always)]
+    unsafe fn tanh(x: Self::V) -> Self::V {
+        let e = Self::exp(Self::add(x, x));
+        let one = Self::splat(1.0);
+        Self::sub(one, Self::div(Self::splat(2.0), Self::add(e, one)))
+    }
+}
+
+/// How a weight, or a part of the KV cache, is stored: read as f32.
+pub(crate) trait Element: Copy + Send + Sync + 'static {
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V;
+    fn get(self) -> f32;
+    fn of(x: f32) -> Self;
+    /// The kernel that multiplies with such numbers.
+    fn block(kernels: &Kernels) -> unsafe fn(&Product<Self>, usize, usize);
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const f32) -> S::V {
+        S::load(from)
+    }
+    #[inline(always)]
+    fn get(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn of(x: f32) -> f32 {
+        x
+    }
+    fn block(kernels: &Kernels) -> unsafe fn(&Product<f32>, usize, usize) {
+        kernels.block_f32
+    }
+}
+
+/// A bfloat16, as its bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct Bf16(pub(crate) u16);
+
+impl Element for Bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Bf16) -> S::V {
+        S::load_bf16(from.cast())
+    }
+    #[inline(always)]
+    fn get(self) -> f32 {
+        f32::from_bits(u32::from(self.0) << 16)
+    }
+    /// Rounds to nearest even, as torch does; a NaN stays one.
+    #[inline(always)]
+    fn of(x: f32) -> Bf16 {
+        let bits = x.to_bits();
+        if x.is_nan() {
+            return Bf16((bits >> 16) as u16 | 0x40);
+        }
+        Bf16(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
+    }
+    fn block(kernels: &Kernels) -> unsafe fn(&Product<Bf16>, usize, usize) {
+        kernels.block_bf16
+    }
+}
+
+/// A float16's bits as a number: exact.
+pub(crate) fn f16_to_f32(bits: u16) -> f32 {
+    let sign = u32::from(bits >> 15) << 31;
+    let (exponent, fraction) = (u32::from(bits >> 10) & 0x1f, u32::from(bits) & 0x3ff);
+    match exponent {
+        0 => {
+            // Zero, or below the smallest normal number: fraction · 2^−24.
+            let magnitude = fraction as f32 * f32::from_bits(0x3380_0000);
+            f32::from_bits(magnitude.to_bits() | sign)
+        }
+        0x1f => f32::from_bits(sign | 0x7f80_0000 | (fraction << 13)),
+        _ => f32::from_bits(sign | ((exponent + 112) << 23) | (fraction << 13)),
+    }
+}

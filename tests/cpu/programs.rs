@@ -1,0 +1,300 @@
+//! Whole programs: ops row by row, values that share memory, and steps that do not fit.
+
+use noria_cpu::{Builder, Format, Heads, Isa, KvFormat, KvView, Matrix, Step, StepError};
+
+use crate::support::{Numbers, assert_close, isas};
+
+const WIDTH: usize = 37;
+const ROWS: usize = 11;
+
+/// Runs one op on `[ROWS, WIDTH]` numbers; an identity shows what it makes.
+fn shown(
+    isa: Isa,
+    x: &[f32],
+    width: usize,
+    op: impl Fn(&mut Builder, noria_cpu::Value) -> noria_cpu::Value,
+    out_width: usize,
+) -> Vec<f32> {
+    let mut builder = Builder::new(isa).unwrap();
+    let table = builder.table(x.to_vec(), width);
+    let embedded = builder.embed(table);
+    let made = op(&mut builder, embedded);
+    let identity: Vec<f32> = (0..out_width * out_width)
+        .map(|i| if i % (out_width + 1) == 0 { 1.0 } else { 0.0 })
+        .collect();
+    let head = builder.matrix(Matrix::pack(isa, Format::F32, &identity, out_width, None));
+    let result = builder.logits(made, head);
+    let mut program = builder.build(result, 2).unwrap();
+    let mut out = vec![f32::NAN; x.len() / width * out_width];
+    let ids: Vec<i64> = (0..(x.len() / width) as i64).collect();
+    program
+        .run(&step(&ids, &vec![-1; ids.len()]), &no_cache(), &mut out)
+        .unwrap();
+    out
+}
+
+fn step<'a>(ids: &'a [i64], slots: &'a [i64]) -> Step<'a> {
+    Step {
+        input_ids: ids,
+        positions: ids,
+        slot_mapping: slots,
+        cu_seqlens_q: Box::leak(Box::new([0, ids.len() as i32])),
+        context_lens: &[0],
+        row_seats: &[0],
+        block_tables: &[],
+        max_blocks: 0,
+        logits_indices: ids,
+    }
+}
+
+fn no_cache() -> KvView {
+    // SAFETY: a cache of no numbers.
+    unsafe {
+        KvView::new(
+            std::ptr::NonNull::dangling().as_ptr(),
+            KvFormat::F32,
+            0,
+            0,
+            1,
+            0,
+            0,
+        )
+    }
+}
+
+/// Applies `f` to each number.
+fn each(x: &[f32], f: impl Fn(f64) -> f64) -> Vec<f64> {
+    x.iter().map(|&x| f(f64::from(x))).collect()
+}
+
+#[test]
+fn ops_on_rows_are_their_formulas() {
+    let mut numbers = Numbers::new(5);
+    let x: Vec<f32> = numbers.take(ROWS * WIDTH).iter().map(|x| 6.0 * x).collect();
+    let weight = numbers.take(WIDTH);
+    for isa in isas() {
+        let found = shown(isa, &x, WIDTH, |b, v| b.scale(v, 1.7), WIDTH);
+        assert_close(&found, &each(&x, |x| x * f64::from(1.7f32)), 1e-6, "scale");
+        let found = shown(isa, &x, WIDTH, |b, v| b.softcap(v, 2.0), WIDTH);
+        assert_close(
+            &found,
+            &each(&x, |x| 2.0 * (x / 2.0).tanh()),
+            1e-6,
+            "softcap",
+        );
+        let found = shown(isa, &x, WIDTH, |b, v| b.add(v, v), WIDTH);
+        assert_close(&found, &each(&x, |x| x + x), 1e-6, "add");
+        let found = shown(
+            isa,
+            &x,
+            WIDTH,
+            |b, v| {
+                let weight = b.vector(weight.clone());
+                let sum = b.add(v, v);
+                let normed = b.rms_norm(sum, weight, 1e-5);
+                b.add(sum, normed) // the sum is read again after it was normed
+            },
+            WIDTH,
+        );
+        let mut wanted = Vec::new();
+        for row in x.chunks(WIDTH) {
+            let row = each(row, |x| 2.0 * x);
+            let mean = row.iter().map(|x| x * x).sum::<f64>() / WIDTH as f64;
+            let scale = 1.0 / (mean + 1e-5).sqrt();
+            wanted.extend(
+                row.iter()
+                    .zip(&weight)
+                    .map(|(x, &w)| x + x * scale * f64::from(w)),
+            );
+        }
+        assert_close(&found, &wanted, 1e-5, "rms_norm");
+    }
+}
+
+#[test]
+fn gates_are_their_formulas_also_far_from_zero() {
+    let mut numbers = Numbers::new(6);
+    let half = 19;
+    let mut x = numbers.take(ROWS * 2 * half);
+    for (place, x) in x.iter_mut().enumerate() {
+        *x *= [1.0, 10.0, 100.0][place % 3];
+    }
+    for isa in isas() {
+        let silu = shown(isa, &x, 2 * half, Builder::silu_mul, half);
+        let gelu = shown(isa, &x, 2 * half, Builder::gelu_mul, half);
+        let (mut wanted_silu, mut wanted_gelu) = (Vec::new(), Vec::new());
+        for row in x.chunks(2 * half) {
+            for (g, u) in row[..half].iter().zip(&row[half..]) {
+                let (g, u) = (f64::from(*g), f64::from(*u));
+                wanted_silu.push(g / (1.0 + (-g).exp()) * u);
+                let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g * g * g);
+                wanted_gelu.push(0.5 * g * (1.0 + inner.tanh()) * u);
+            }
+        }
+        assert_close(&silu, &wanted_silu, 1e-5, "silu");
+        assert_close(&gelu, &wanted_gelu, 2e-5, "gelu");
+    }
+}
+
+#[test]
+fn heads_of_q_and_k_are_normed_and_part_of_them_rotated() {
+    let heads = Heads {
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 10,
+    };
+    let width = 8 * 10;
+    let mut numbers = Numbers::new(8);
+    let x = numbers.take(ROWS * width);
+    let (q_weight, k_weight) = (numbers.take(10), numbers.take(10));
+    let frequencies = vec![1.0, 0.37, 0.01]; // 6 of 10 dimensions
+    for isa in isas() {
+        let found = shown(
+            isa,
+            &x,
+            width,
+            |b, v| {
+                let (q, k) = (b.vector(q_weight.clone()), b.vector(k_weight.clone()));
+                let frequencies = b.vector(frequencies.clone());
+                let normed = b.qk_norm(v, q, k, 1e-6, heads);
+                b.rope(normed, frequencies, 1.25, heads)
+            },
+            width,
+        );
+        let mut wanted = Vec::new();
+        for (position, row) in x.chunks(width).enumerate() {
+            for (index, head) in row.chunks(10).enumerate() {
+                let mut head = each(head, |x| x);
+                if index < 6 {
+                    let mean = head.iter().map(|x| x * x).sum::<f64>() / 10.0;
+                    let weight = if index < 4 { &q_weight } else { &k_weight };
+                    for (x, &w) in head.iter_mut().zip(weight) {
+                        *x = *x / (mean + 1e-6).sqrt() * f64::from(w);
+                    }
+                    for (pair, &frequency) in frequencies.iter().enumerate() {
+                        let angle = position as f64 * f64::from(frequency);
+                        let (sin, cos) = (1.25 * angle.sin(), 1.25 * angle.cos());
+                        let (a, b) = (head[pair], head[pair + 3]);
+                        (head[pair], head[pair + 3]) = (a * cos - b * sin, b * cos + a * sin);
+                    }
+                }
+                wanted.extend(head);
+            }
+        }
+        assert_close(&found, &wanted, 1e-5, isa.name());
+    }
+}
+
+#[test]
+#[allow(clippy::too_many_lines, reason = "one bad step after another")]
+fn a_step_that_does_not_fit_is_refused_by_name() {
+    let mut builder = Builder::new(Isa::widest()).unwrap();
+    let table = builder.table(vec![0.5; 3 * 4], 4);
+    let matrix = builder.matrix(Matrix::pack(Isa::widest(), Format::F32, &[1.0; 8], 4, None));
+    let x = builder.embed(table);
+    let result = builder.logits(x, matrix);
+    let mut program = builder.build(result, 1).unwrap();
+    let mut cache = vec![0.0f32; 2 * 4 * 2];
+    // SAFETY: 1 layer of K and V of 2 blocks of 4 slots of one number, used here alone.
+    let kv = unsafe { KvView::new(cache.as_mut_ptr().cast(), KvFormat::F32, 1, 2, 4, 1, 1) };
+    let good = Step {
+        input_ids: &[1, 2],
+        positions: &[0, 1],
+        slot_mapping: &[4, 5],
+        cu_seqlens_q: &[0, 2],
+        context_lens: &[2],
+        row_seats: &[0],
+        block_tables: &[1],
+        max_blocks: 1,
+        logits_indices: &[1],
+    };
+    let mut logits = [0.0; 2];
+    assert_eq!(program.run(&good, &kv, &mut logits), Ok(()));
+    assert_eq!(logits, [2.0; 2]);
+    let mut error = |step: Step<'_>| {
+        program
+            .run(&step, &kv, &mut [0.0; 2])
+            .unwrap_err()
+            .to_string()
+    };
+    for (bad, wanted) in [
+        (
+            Step {
+                input_ids: &[1, 3],
+                ..good
+            },
+            "input_ids has a 3, but must be from 0 to 2.",
+        ),
+        (
+            Step {
+                slot_mapping: &[4, 8],
+                ..good
+            },
+            "slot_mapping has a 8, but must be from 0 to 7.",
+        ),
+        (
+            Step {
+                slot_mapping: &[4, 4],
+                ..good
+            },
+            "slot_mapping has slot 4 twice, but a slot holds one token.",
+        ),
+        (
+            Step {
+                block_tables: &[2],
+                ..good
+            },
+            "block_tables has a 2, but must be from 0 to 1.",
+        ),
+        (
+            Step {
+                context_lens: &[5],
+                ..good
+            },
+            "context_lens has a 5, but must be from 0 to 4.",
+        ),
+        (
+            Step {
+                row_seats: &[1],
+                ..good
+            },
+            "row_seats has a 1, but must be from 0 to 0.",
+        ),
+        (
+            Step {
+                logits_indices: &[2],
+                ..good
+            },
+            "logits_indices has a 2, but must be from 0 to 1.",
+        ),
+        (
+            Step {
+                positions: &[0],
+                ..good
+            },
+            "positions has 1 entries, but the step needs 2.",
+        ),
+        (
+            Step {
+                cu_seqlens_q: &[0, 1],
+                ..good
+            },
+            "cu_seqlens_q's last entry has 1 entries, but the step needs 2.",
+        ),
+        (
+            Step {
+                context_lens: &[1],
+                ..good
+            },
+            "a row's count less its context has a -1, but must be from 0 to 3.",
+        ),
+    ] {
+        assert_eq!(error(bad), wanted);
+    }
+    let length = StepError::Length {
+        name: "logits",
+        found: 1,
+        expected: 2,
+    };
+    assert_eq!(program.run(&good, &kv, &mut [0.0]), Err(length));
+}
