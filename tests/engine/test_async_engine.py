@@ -24,6 +24,7 @@ from noria import (
     TokenizerError,
     TokenOutOfRangeError,
 )
+from noria.hints import SchedulingHints
 from noria.runner.base import DeviceLostError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -281,7 +282,7 @@ def test_a_bad_request_is_the_error_of_its_own_stream(run: Run) -> None:
 
 def test_a_name_is_taken_until_its_request_has_ended(run: Run) -> None:
     async def use(engine: AsyncEngine) -> None:
-        first = engine.generate([5], GREEDY, request_id="a")
+        first = engine.generate([5], GREEDY, request_id="a", hints=SchedulingHints(tenant="b"))
         with pytest.raises(RejectedError, match="request_id 'a' is taken"):
             engine.generate([6], GREEDY, request_id="a")
         assert (await first.last()).request_id == "a"
@@ -371,7 +372,8 @@ def test_cancellations_at_random_points_change_no_other_answer(
         for number in range(40)
     ]
     quits_after = np.where(rng.random(40) < 0.5, rng.integers(0, 12, 40), 1000).tolist()
-    tight = {"num_kv_blocks": 14, "block_size": 8, "watermark": 0.0, "max_model_len": 80}
+    tight: Options = {"num_kv_blocks": 14, "block_size": 8, "watermark": 0.0, "max_model_len": 80}
+    tight["admission"] = "optimistic"  # others would not let it come to preemptions
     with LLM(worded_directory, **(OPTIONS | tight)) as llm:
         expected = llm.generate(prompts, params)
 

@@ -267,7 +267,7 @@ def test_a_request_that_breaks_its_step_ends_alone(llm: LLM, monkeypatch: pytest
     forward = network.forward
 
     def breaks_on_96(ops: Any) -> Any:
-        if (ops._inputs.input_ids == 96).any():
+        if (ops.inputs.input_ids == 96).any():
             raise ValueError("token 96 is poison")
         return forward(ops)
 

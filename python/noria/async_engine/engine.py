@@ -18,6 +18,7 @@ from noria.async_engine.stream import OutputStream
 from noria.async_engine.thread import CLOSED, Abort, Commands, EngineThread, Stop, Submit, Tell, Wake
 from noria.config import EngineConfig
 from noria.errors import ConfigError, NoriaError, RejectedError
+from noria.hints import NO_HINTS, SchedulingHints
 from noria.prompts import Prompt, PromptInput, chat_prompt, tokenize_prompts
 from noria.sampling.params import SamplingParams
 from noria.stats import EngineStats
@@ -80,6 +81,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        hints: SchedulingHints = NO_HINTS,
         output_kind: OutputKind = "cumulative",
     ) -> OutputStream:
         """Begins to answer a prompt, whether the stream is read or not.
@@ -88,7 +90,8 @@ class AsyncEngine:
             prompt: a text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: None: `default_sampling_params`.
             request_id: a name that no open request has; None: a number.
-            priority: lower runs first under the `priority` policy.
+            priority: lower runs first, but under `fcfs`.
+            hints: whose it is, how long its answers may get, when they are due.
             output_kind: what each output holds. `cumulative`: all so far; `delta`: what is new; `final`:
                 all, given out once, at the end.
 
@@ -109,7 +112,13 @@ class AsyncEngine:
             return given, token_ids
 
         return self._begin(
-            read, _num_chars(prompt) <= _QUICK_CHARS, sampling_params, request_id, priority, output_kind
+            read,
+            _num_chars(prompt) <= _QUICK_CHARS,
+            sampling_params,
+            request_id,
+            priority,
+            hints,
+            output_kind,
         )
 
     def chat(
@@ -122,6 +131,7 @@ class AsyncEngine:
         chat_template_kwargs: Mapping[str, object] | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        hints: SchedulingHints = NO_HINTS,
         output_kind: OutputKind = "cumulative",
     ) -> OutputStream:
         """Begins to answer a conversation, put through the model's chat template.
@@ -134,6 +144,7 @@ class AsyncEngine:
             chat_template_kwargs: what else the template reads, by name.
             request_id: as for `generate`.
             priority: as for `generate`.
+            hints: as for `generate`.
             output_kind: as for `generate`.
 
         Raises:
@@ -150,7 +161,7 @@ class AsyncEngine:
                 variables=chat_template_kwargs,
             )
 
-        return self._begin(read, False, sampling_params, request_id, priority, output_kind)
+        return self._begin(read, False, sampling_params, request_id, priority, hints, output_kind)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream ends with what it has, and `finish_reason` `abort`.
@@ -228,6 +239,7 @@ class AsyncEngine:
         sampling_params: SamplingParams | None,
         request_id: str | None,
         priority: int,
+        hints: SchedulingHints,
         output_kind: OutputKind,
     ) -> OutputStream:
         self._bind()
@@ -255,6 +267,7 @@ class AsyncEngine:
             number,
             self.default_sampling_params if sampling_params is None else sampling_params,
             priority,
+            hints,
         )
         if is_quick:
             submit()
@@ -272,12 +285,13 @@ def _submit(
     number: int,
     params: SamplingParams,
     priority: int,
+    hints: SchedulingHints,
 ) -> None:
     """Reads a prompt, on any thread, and passes it on to the engine's; what is wrong with it goes back."""
     started_ns = time.perf_counter_ns()
     try:
         prompt, token_ids = read()
-        asked = assembly.ask(output.request_id, number, 0, prompt, token_ids, params, priority)
+        asked = assembly.ask(output.request_id, number, 0, prompt, token_ids, params, priority, hints)
     except Exception as error:  # noqa: BLE001  whatever it is concerns this request alone
         outbox.put(Refused(output, error))
         return
