@@ -17,6 +17,7 @@ COMMANDS = [
     ("env",),
     ("bench", "throughput"),
     ("bench", "scheduler"),
+    ("bench", "cases"),
 ]
 
 

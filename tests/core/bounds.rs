@@ -76,7 +76,8 @@ impl Watch {
         self.world.run();
         self.world.commit();
         let ledger = &self.world.ledger;
-        self.waits.retain(|handle, _| ledger.accounts[handle].is_live());
+        self.waits
+            .retain(|handle, _| ledger.accounts[handle].is_live());
     }
 
     fn enter(&mut self, handle: u64) {
@@ -123,8 +124,14 @@ fn loads() -> impl Strategy<Value = Vec<(usize, i64, i32, u8)>> {
     prop::collection::vec((1usize..=12, 1i64..=12, 0i32..=2, 0u8..=3), 10..80)
 }
 
-fn fitted(config: &Config, seed: usize, (len, max_tokens, priority, _): (usize, i64, i32, u8)) -> Ask {
-    let room = config.max_model_len.min(config.num_blocks * config.block_size) as usize;
+fn fitted(
+    config: &Config,
+    seed: usize,
+    (len, max_tokens, priority, _): (usize, i64, i32, u8),
+) -> Ask {
+    let room = config
+        .max_model_len
+        .min(config.num_blocks * config.block_size) as usize;
     let len = len.min(room / 2).max(1);
     let ask = Ask::sized(seed as i32, len, max_tokens.min((room - len) as i64).max(1));
     ask.priority(priority)
@@ -152,7 +159,11 @@ fn nobody_waits_longer_than_the_ageing_bound() {
         let tier = u64::from((config.max_num_seqs / 4).max(1));
         let stay = u64::from(config.max_model_len + config.block_size + config.depth);
         let bound = u64::from(config.ageing_steps) + (watch.most_waiting as u64 + tier) * stay;
-        assert!(watch.longest <= bound, "{} steps, not {bound}", watch.longest);
+        assert!(
+            watch.longest <= bound,
+            "{} steps, not {bound}",
+            watch.longest
+        );
         if watch.longest > u64::from(config.ageing_steps) {
             promoted.set(promoted.get() + 1);
         }
@@ -201,7 +212,11 @@ fn a_request_is_preempted_no_more_often_than_the_bound_says() {
             most.set(most.get().max(account.num_preemptions));
         }
     });
-    assert!(most.get() > 2, "somebody was preempted often: {}", most.get());
+    assert!(
+        most.get() > 2,
+        "somebody was preempted often: {}",
+        most.get()
+    );
 }
 
 #[test]
@@ -294,15 +309,17 @@ fn share_between(config: &Config, lengths: [(usize, i64); 2], away: &[u8]) -> (G
 }
 
 fn fair_configs() -> impl Strategy<Value = Config> {
-    (configs(), 1u32..=4, 1u32..=4, 40u32..=160).prop_map(|(config, input, output, num_blocks)| Config {
-        num_blocks,
-        max_model_len: 128,
-        max_num_batched_tokens: 16 + config.max_num_seqs,
-        key: KeyPolicy::Fair,
-        enable_prefix_caching: false,
-        fair_input_weight: input,
-        fair_output_weight: output,
-        ..config
+    (configs(), 1u32..=4, 1u32..=4, 40u32..=160).prop_map(|(config, input, output, num_blocks)| {
+        Config {
+            num_blocks,
+            max_model_len: 128,
+            max_num_batched_tokens: 16 + config.max_num_seqs,
+            key: KeyPolicy::Fair,
+            enable_prefix_caching: false,
+            fair_input_weight: input,
+            fair_output_weight: output,
+            ..config
+        }
     })
 }
 
@@ -315,16 +332,31 @@ fn two_tenants_in_line_are_served_alike_within_the_bound() {
         // A hundred times longer prompts.
         ((Just(1usize), 1i64..=8), (Just(100usize), 1i64..=8)),
     ];
-    check(60, &(fair_configs(), lengths, away), |(mut config, (first, second), away)| {
-        let longest = first.0.max(second.0) as u32 + first.1.max(second.1) as u32;
-        config.num_blocks = config.num_blocks.max(2 * longest.div_ceil(config.block_size));
-        let (gap, num_shared) = share_between(&config, [first, second], &away);
-        let longest_input = first.0.max(second.0) as i64;
-        let num_places = i64::from(config.num_blocks * config.block_size);
-        let unit = (i64::from(config.fair_input_weight) * longest_input)
-            .max(i64::from(config.fair_output_weight) * num_places);
-        assert!(gap.widest <= 2 * unit, "{} apart, not {}", gap.widest, 2 * unit);
-        shared.set(shared.get() + num_shared);
-    });
-    assert!(shared.get() > 1000, "both were in line: {} steps", shared.get());
+    check(
+        60,
+        &(fair_configs(), lengths, away),
+        |(mut config, (first, second), away)| {
+            let longest = first.0.max(second.0) as u32 + first.1.max(second.1) as u32;
+            config.num_blocks = config
+                .num_blocks
+                .max(2 * longest.div_ceil(config.block_size));
+            let (gap, num_shared) = share_between(&config, [first, second], &away);
+            let longest_input = first.0.max(second.0) as i64;
+            let num_places = i64::from(config.num_blocks * config.block_size);
+            let unit = (i64::from(config.fair_input_weight) * longest_input)
+                .max(i64::from(config.fair_output_weight) * num_places);
+            assert!(
+                gap.widest <= 2 * unit,
+                "{} apart, not {}",
+                gap.widest,
+                2 * unit
+            );
+            shared.set(shared.get() + num_shared);
+        },
+    );
+    assert!(
+        shared.get() > 1000,
+        "both were in line: {} steps",
+        shared.get()
+    );
 }

@@ -47,7 +47,7 @@ fn starts() -> Vec<u64> {
 impl Tenant {
     fn learn(&mut self, num_output: u32, is_whole: bool) {
         self.seen.push((num_output, is_whole));
-        if (self.seen.len() - self.num_used) * 16 > self.seen.len() {
+        if (self.seen.len() - self.num_used) * 8 > self.seen.len() {
             self.num_used = self.seen.len();
         }
     }
@@ -59,16 +59,26 @@ impl Tenant {
         let mut survival = vec![ONE];
         for bucket in 0..starts.len() - 1 {
             let is_in = |length: u32| (starts[bucket]..starts[bucket + 1]).contains(&length.into());
-            let at_risk = seen.iter().filter(|&&(len, _)| u64::from(len) >= starts[bucket]).count() as u64;
-            let ended = seen.iter().filter(|&&(len, is_whole)| is_whole && is_in(len)).count() as u64;
+            let at_risk = seen
+                .iter()
+                .filter(|&&(len, _)| u64::from(len) >= starts[bucket])
+                .count() as u64;
+            let ended = seen
+                .iter()
+                .filter(|&&(len, is_whole)| is_whole && is_in(len))
+                .count() as u64;
             let before = survival[bucket];
             survival.push(before - before * (16 * ended) / (16 * at_risk + 4));
         }
         let tokens = u64::from(num_output);
-        let bucket = starts.iter().rposition(|&start| start <= tokens).expect("one starts at 0");
+        let bucket = starts
+            .iter()
+            .rposition(|&start| start <= tokens)
+            .expect("one starts at 0");
         let (width, part) = (starts[bucket + 1] - starts[bucket], tokens - starts[bucket]);
         let half = (survival[bucket] * (width - part) + survival[bucket + 1] * part) / width / 2;
-        let Some(bucket) = (0..starts.len() - 1).find(|&bucket| survival[bucket + 1] <= half) else {
+        let Some(bucket) = (0..starts.len() - 1).find(|&bucket| survival[bucket + 1] <= half)
+        else {
             return max_output;
         };
         let width = starts[bucket + 1] - starts[bucket];
@@ -119,7 +129,9 @@ impl Naive {
             KeyPolicy::Sjf => u64::from(self.predicted(handle, num_output) - num_output),
             KeyPolicy::Deadline => {
                 let ask = &sequence.ask;
-                sequence.submitted_us + ask.ttft_target_us + ask.itl_target_us * u64::from(num_output)
+                sequence.submitted_us
+                    + ask.ttft_target_us
+                    + ask.itl_target_us * u64::from(num_output)
             }
             KeyPolicy::Prefix => {
                 let num_tokens = sequence.num_tokens();
@@ -158,7 +170,11 @@ impl Naive {
         }
         let mut others = self.handles(State::Waiting);
         others.retain(|&other| other != handle);
-        if self.is_fair() && !others.iter().any(|&other| self.sequence(other).ask.tenant == tenant) {
+        if self.is_fair()
+            && !others
+                .iter()
+                .any(|&other| self.sequence(other).ask.tenant == tenant)
+        {
             let places = others
                 .iter()
                 .filter(|&&other| self.sequence(other).promotion.is_none())
@@ -204,13 +220,20 @@ impl Naive {
             self.config.admission == Admission::Peak || self.config.key == KeyPolicy::Sjf;
         if num_output > 0 && predicts {
             let tenant = self.sequence(handle).ask.tenant;
-            self.tenants.entry(tenant).or_default().learn(num_output, is_whole);
+            self.tenants
+                .entry(tenant)
+                .or_default()
+                .learn(num_output, is_whole);
         }
     }
 
     pub(super) fn refresh(&mut self) {
         let num_waiting = self.handles(State::Waiting).len();
-        for _ in 0..if self.config.key == KeyPolicy::Prefix { num_waiting.min(4) } else { 0 } {
+        for _ in 0..if self.config.key == KeyPolicy::Prefix {
+            num_waiting.min(4)
+        } else {
+            0
+        } {
             let waiting = self.handles(State::Waiting);
             let next = waiting
                 .iter()
@@ -259,7 +282,11 @@ impl Naive {
         sequence.num_recent_preemptions = 0;
         let score = self.score(handle);
         self.sequence_mut(handle).score = score;
-        let key = (self.band(handle), self.placed(handle), self.sequence(handle).arrival);
+        let key = (
+            self.band(handle),
+            self.placed(handle),
+            self.sequence(handle).arrival,
+        );
         self.sequence_mut(handle).key = key;
         false
     }
@@ -379,14 +406,21 @@ impl Naive {
     }
 
     /// `num_new`, `debt` and `num_available` as an admission reckons with them.
-    pub(super) fn outlook(&mut self, handle: u64, hits: u32, num_new: u32, debt: u32, num_available: u32) -> Outlook {
+    pub(super) fn outlook(
+        &mut self,
+        handle: u64,
+        hits: u32,
+        num_new: u32,
+        debt: u32,
+        num_available: u32,
+    ) -> Outlook {
         if self.config.admission != Admission::Peak || self.handles(State::Running).is_empty() {
             return Outlook::Fits;
         }
-        let fits_at_most =
-            self.outstanding() + self.limit_blocks(handle) - hits <= num_available;
+        let fits_at_most = self.outstanding() + self.limit_blocks(handle) - hits <= num_available;
         let spacing = self.spacing(handle);
-        if fits_at_most && spacing.is_none() {
+        let is_early = self.next_step * 64 < self.next_entry;
+        if fits_at_most && (!is_early || spacing.is_none()) {
             return Outlook::Fits;
         }
         let mut members = self.members();
@@ -405,9 +439,13 @@ impl Naive {
             .into_iter()
             .map(|other| self.sequence(other).num_final_blocks)
             .sum();
-        let is_early = self.next_step * 64 < self.next_entry;
         let is_spaced = self.config.peak_percent == 100;
-        if is_early && is_spaced && spacing.is_some() && peak * 4 > num_blocks && running + waiting > num_blocks {
+        if is_early
+            && is_spaced
+            && spacing.is_some()
+            && peak * 4 > num_blocks
+            && running + waiting > num_blocks
+        {
             return Outlook::Later;
         }
         Outlook::Fits
@@ -445,7 +483,8 @@ impl Naive {
         let num_tokens = u64::from(sequence.num_tokens());
         let average = num_tokens + life / 2;
         let num_places = u64::from(self.config.num_blocks * self.config.block_size);
-        (3 * average < 2 * (num_tokens + life)).then(|| 64 * 11 * life * average / (10 * num_places))
+        (3 * average < 2 * (num_tokens + life))
+            .then(|| 64 * 11 * life * average / (10 * num_places))
     }
 
     /// Before `handle` takes its seat.
@@ -463,14 +502,14 @@ impl Naive {
     }
 
     pub(super) fn has_entered_now(&self, handle: u64) -> bool {
-        let is_entry = |told: &Told| matches!(told, Told::Entered(newcomer, _) if *newcomer == handle);
+        let is_entry =
+            |told: &Told| matches!(told, Told::Entered(newcomer, _) if *newcomer == handle);
         self.plan.told.iter().any(is_entry)
     }
 
-    /// Blocks that `handle`, which waits, will hold at its end.
+    /// Blocks that `handle`, which waits, may hold at its end.
     pub(super) fn final_blocks(&self, handle: u64) -> u32 {
         let sequence = self.sequence(handle);
-        let num_output = self.predicted(handle, sequence.num_output());
-        self.blocks_for(sequence.ask.prompt.len() as u32 + num_output - 1)
+        self.blocks_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
     }
 }

@@ -89,7 +89,8 @@ impl Twins {
                     .iter()
                     .filter(|(handle, _)| !known.contains(handle))
                 {
-                    self.naive.submit(handle, &account.ask, self.world.time_us());
+                    self.naive
+                        .submit(handle, &account.ask, self.world.time_us());
                 }
                 for (handle, was_parked) in before {
                     if let Some((reason, num_output)) = accounts[&handle].end {

@@ -28,7 +28,11 @@ fn told(world: &World, kind: EventKind) -> Vec<u64> {
 
 /// Turns until nobody's prompt is open.
 fn settle(world: &mut World) {
-    while world.ledger.live().any(|(_, account)| account.num_output == 0) {
+    while world
+        .ledger
+        .live()
+        .any(|(_, account)| account.num_output == 0)
+    {
         assert!(world.turn());
     }
 }
@@ -45,7 +49,10 @@ fn a_an_urgent_request_takes_a_seat_in_the_next_step() {
     let urgent = world.submit(&Ask::sized(9, 64, 16).priority(0));
     let view = world.plan().expect("there is work");
     assert_eq!(view.row_of(urgent).map(|row| row.count), Some(64));
-    assert_eq!((told(&world, EventKind::Preempted).len(), view.rows.len()), (1, 4));
+    assert_eq!(
+        (told(&world, EventKind::Preempted).len(), view.rows.len()),
+        (1, 4)
+    );
 }
 
 /// B. 76 blocks are free, one of high priority needs 100, and four of low priority hold 21 each. Two of the four make
@@ -61,7 +68,10 @@ fn b_an_urgent_request_takes_the_blocks_it_needs_in_the_next_step() {
     let urgent = world.submit(&Ask::sized(9, 1600, 16).priority(0));
     let view = world.plan().expect("there is work");
     assert_eq!(view.row_of(urgent).map(|row| row.count), Some(1600));
-    assert_eq!((told(&world, EventKind::Preempted).len(), view.rows.len()), (2, 3));
+    assert_eq!(
+        (told(&world, EventKind::Preempted).len(), view.rows.len()),
+        (2, 3)
+    );
 }
 
 /// C. A prompt of 16,000 tokens of low priority has begun, at 512 tokens a step, and a short one of high priority comes.
@@ -158,9 +168,15 @@ fn crowd(admission: Admission, peak_percent: u32) -> World {
 #[test]
 fn f_a_crowd_that_does_not_fit_thrashes_no_more_than_it_is_told() {
     let (steps, again) = cost(&crowd(Admission::Peak, 100));
-    assert!(steps <= 1800 && again < 10, "{steps} steps, {again} of 1000");
+    assert!(
+        steps <= 1800 && again < 10,
+        "{steps} steps, {again} of 1000"
+    );
     let (steps, again) = cost(&crowd(Admission::Peak, 300));
-    assert!(steps <= 1321 && again <= 300, "{steps} steps, {again} of 1000");
+    assert!(
+        steps <= 1321 && again <= 300,
+        "{steps} steps, {again} of 1000"
+    );
 }
 
 /// G. The pool is full, and the step in which somebody must leave so that another can grow is also the first in which one
@@ -227,7 +243,10 @@ fn n_one_that_is_almost_through_never_leaves() {
             assert!(world.turn());
             num_full += u32::from(world.core.kv().num_available() == 0);
         }
-        assert!(!was_late(&world, ending), "{key:?}, a prompt of {num_prompt} beside {num_others}");
+        assert!(
+            !was_late(&world, ending),
+            "{key:?}, a prompt of {num_prompt} beside {num_others}"
+        );
         num_preemptions += others
             .iter()
             .map(|&other| world.account(other).num_preemptions)
@@ -239,5 +258,8 @@ fn n_one_that_is_almost_through_never_leaves() {
 /// Whether `handle` was preempted when it had all but its last token.
 fn was_late(world: &World, handle: u64) -> bool {
     let account = world.account(handle);
-    account.num_tokens_when_preempted.iter().any(|&num| num + 1 >= account.max_output)
+    account
+        .num_tokens_when_preempted
+        .iter()
+        .any(|&num| num + 1 >= account.max_output)
 }

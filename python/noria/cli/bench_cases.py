@@ -29,7 +29,7 @@ def cases(
     ] = None,
     num_requests: Annotated[int, Parameter(help="Of the trace, the first ones.")] = 4000,
 ) -> None:
-    """Cases in which a scheduler under pressure goes wrong, counted in steps, beside vLLM's stored figures.
+    """Cases in which a scheduler under pressure goes wrong, beside vLLM's stored figures.
 
     No model runs: each case is a script of requests whose lengths are known. It takes seconds, and ends with
     status 1 if a bar is not met.

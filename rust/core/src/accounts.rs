@@ -33,7 +33,7 @@ pub(crate) struct Account {
 
 #[derive(Debug, Default)]
 pub(crate) struct Accounts {
-    accounts: Vec<Account>,
+    entries: Vec<Account>,
     by_tenant: BTreeMap<u64, AccountId>,
     /// Whose counter has changed since the queue was told.
     moved: Vec<AccountId>,
@@ -48,7 +48,7 @@ impl Accounts {
             Some(&id) => id,
             None => self.add(tenant),
         };
-        self.accounts[id.0 as usize].num_live += 1;
+        self.entries[id.0 as usize].num_live += 1;
         id
     }
 
@@ -63,18 +63,18 @@ impl Accounts {
         };
         let floor = self.last_counter;
         let is_spare = |old: &Account| old.num_live == 0 && !old.has_moved && old.counter <= floor;
-        let spare = if self.accounts.len() < MANY {
+        let spare = if self.entries.len() < MANY {
             None
         } else {
-            self.accounts.iter().position(is_spare)
+            self.entries.iter().position(is_spare)
         };
         let id = if let Some(at) = spare {
-            self.by_tenant.remove(&self.accounts[at].tenant);
-            self.accounts[at] = account;
+            self.by_tenant.remove(&self.entries[at].tenant);
+            self.entries[at] = account;
             AccountId(at as u32)
         } else {
-            self.accounts.push(account);
-            AccountId(self.accounts.len() as u32 - 1)
+            self.entries.push(account);
+            AccountId(self.entries.len() as u32 - 1)
         };
         self.by_tenant.insert(tenant, id);
         id
@@ -82,19 +82,19 @@ impl Accounts {
 
     /// A request has ended.
     pub(crate) fn close(&mut self, id: AccountId) {
-        self.accounts[id.0 as usize].num_live -= 1;
+        self.entries[id.0 as usize].num_live -= 1;
     }
 
     /// A request had `num_output` tokens, at least one; `has_ended` says that it wanted no more.
     pub(crate) fn learn(&mut self, id: AccountId, num_output: u32, has_ended: bool) {
-        let lengths = &mut self.accounts[id.0 as usize].lengths;
+        let lengths = &mut self.entries[id.0 as usize].lengths;
         let lengths = lengths.get_or_insert_with(|| Box::new(Lengths::new()));
         lengths.observe(num_output, has_ended);
     }
 
     /// Output tokens in all, as the tenant's lengths say, of a request that has `num_output`.
     pub(crate) fn predict(&self, id: AccountId, num_output: u32, max_output: u32) -> u32 {
-        match &self.accounts[id.0 as usize].lengths {
+        match &self.entries[id.0 as usize].lengths {
             Some(lengths) => lengths.predict(num_output, max_output),
             None => max_output,
         }
@@ -102,19 +102,19 @@ impl Accounts {
 
     /// Adds weighted tokens to what the tenant was served.
     pub(crate) fn charge(&mut self, id: AccountId, weighted: u64) {
-        self.accounts[id.0 as usize].counter += weighted;
+        self.entries[id.0 as usize].counter += weighted;
         self.note_move(id);
     }
 
     /// Takes back what was charged.
     pub(crate) fn refund(&mut self, id: AccountId, weighted: u64) {
-        let account = &mut self.accounts[id.0 as usize];
+        let account = &mut self.entries[id.0 as usize];
         account.counter = account.counter.saturating_sub(weighted);
         self.note_move(id);
     }
 
     fn note_move(&mut self, id: AccountId) {
-        let account = &mut self.accounts[id.0 as usize];
+        let account = &mut self.entries[id.0 as usize];
         if !account.has_moved {
             account.has_moved = true;
             self.moved.push(id);
@@ -124,14 +124,14 @@ impl Accounts {
     /// One whose counter has changed since it was asked last.
     pub(crate) fn pop_moved(&mut self) -> Option<AccountId> {
         let id = self.moved.pop()?;
-        self.accounts[id.0 as usize].has_moved = false;
+        self.entries[id.0 as usize].has_moved = false;
         Some(id)
     }
 
     /// A request gets in line; `least` is the least counter of those in line, if there are any.
     pub(crate) fn join(&mut self, id: AccountId, least: Option<u64>) {
         let floor = least.unwrap_or(self.last_counter);
-        let account = &mut self.accounts[id.0 as usize];
+        let account = &mut self.entries[id.0 as usize];
         account.num_waiting += 1;
         if account.num_waiting == 1 && account.counter < floor {
             account.counter = floor;
@@ -140,7 +140,7 @@ impl Accounts {
 
     /// A request leaves the line.
     pub(crate) fn leave(&mut self, id: AccountId) {
-        let account = &mut self.accounts[id.0 as usize];
+        let account = &mut self.entries[id.0 as usize];
         account.num_waiting -= 1;
         if account.num_waiting == 0 {
             self.last_counter = account.counter;
@@ -148,10 +148,10 @@ impl Accounts {
     }
 
     pub(crate) fn get(&self, id: AccountId) -> &Account {
-        &self.accounts[id.0 as usize]
+        &self.entries[id.0 as usize]
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.accounts.len()
+        self.entries.len()
     }
 }

@@ -106,12 +106,18 @@ impl Scheduler {
         let mut open = alloc::vec![(0, 0); self.accounts.len()];
         for (slot, sequence) in self.arena.iter() {
             let standing = &sequence.standing;
+            let most_tokens = sequence.num_prompt + sequence.max_output - 1;
+            assert_eq!(
+                standing.num_limit_blocks,
+                self.config.blocks_for(most_tokens),
+                "blocks that a request can need"
+            );
             let is_waiting = sequence.state == State::Waiting;
             if sequence.is_running() {
                 num_limits += u64::from(self.limit_blocks(slot));
             }
             if is_waiting {
-                num_demanded += u64::from(standing.num_final_blocks);
+                num_demanded += u64::from(self.limit_blocks(slot));
                 num_queued += u64::from(standing.num_queued_tokens);
             }
             if sequence.state == State::Parked {
@@ -122,12 +128,18 @@ impl Scheduler {
             account.1 += u32::from(is_waiting && self.is_fair());
         }
         assert_eq!(num_limits, self.num_limit_blocks, "limits of those running");
-        assert_eq!(num_demanded, self.num_demanded_blocks, "demand of the queue");
+        assert_eq!(
+            num_demanded, self.num_demanded_blocks,
+            "demand of the queue"
+        );
         assert_eq!(num_queued, self.num_queued_tokens, "tokens of the queue");
         for (id, &(num_live, num_waiting)) in open.iter().enumerate() {
             let account = self.accounts.get(AccountId(id as u32));
             assert_eq!(account.num_live, num_live, "live requests of an account");
-            assert_eq!(account.num_waiting, num_waiting, "an account's requests in line");
+            assert_eq!(
+                account.num_waiting, num_waiting,
+                "an account's requests in line"
+            );
         }
     }
 

@@ -5,7 +5,7 @@
 //! prediction is the limit. Old lengths fade: the counts are halved when there are [`WINDOW`] of them. All of it is integer
 //! arithmetic, so that a replay agrees on every machine.
 //!
-//! Costs: O(1) an observation, but that the table is made anew, O(buckets), when a sixteenth of what it was made of has
+//! Costs: O(1) an observation, but that the table is made anew, O(buckets), when an eighth of what it was made of has
 //! come in; O(log buckets) a prediction.
 
 use alloc::boxed::Box;
@@ -79,7 +79,7 @@ impl Lengths {
             }
             self.num_seen /= 2;
         }
-        if self.num_since_made * 16 > self.num_seen {
+        if self.num_since_made * 8 > self.num_seen {
             self.make_table();
         }
     }

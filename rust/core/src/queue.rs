@@ -1,6 +1,6 @@
-//! Who waits, in key order: lines, one a band and account, each in the order of (score, arrival), and the order of lines.
-//! Where all share one account, that is one line a band. Insert, remove and "the next after" are O(log n); an account that
-//! moves takes its lines along, O(log lines) each, whatever their length.
+//! Who waits, in key order. Where order is by account: lines, one a band and account, each in the order of (score, arrival),
+//! and the order of lines; else one line of all. Insert, remove and "the next after" are O(log n); an account that moves
+//! takes its lines along, O(log lines) each, whatever their length.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::ops::Bound;
@@ -50,15 +50,31 @@ struct Line {
 
 #[derive(Debug, Default)]
 pub(crate) struct WaitQueue {
+    /// Of all, where accounts have no lines of their own.
+    line: BTreeSet<Turn>,
+    has_lines: bool,
     lines: BTreeMap<(AccountId, i64), Line>,
     /// The lines by band and place; those of one place by who is first in them.
     order: BTreeSet<(i64, u64, u64, u64, AccountId)>,
+    /// Requests in lines of accounts.
     len: usize,
 }
 
 impl WaitQueue {
+    /// An empty queue; `has_lines` says whether accounts have lines of their own.
+    pub(crate) fn new(has_lines: bool) -> Self {
+        Self {
+            has_lines,
+            ..Self::default()
+        }
+    }
+
     /// `place` is that of the account, and the same for all its lines.
     pub(crate) fn insert(&mut self, turn: &Turn) {
+        if !self.has_lines {
+            assert!(self.line.insert(*turn), "a request waits once");
+            return;
+        }
         let (account, band) = (turn.account, turn.band);
         let line = self.lines.entry((account, band)).or_default();
         let old = entry(account, band, line);
@@ -71,6 +87,19 @@ impl WaitQueue {
     }
 
     pub(crate) fn remove(&mut self, account: AccountId, key: Key, slot: Slot) {
+        if !self.has_lines {
+            let turn = Turn {
+                band: key.band,
+                place: 0,
+                score: key.score,
+                arrival: key.arrival,
+                account,
+                slot,
+            };
+            let was_there = self.line.remove(&turn);
+            assert!(was_there, "a waiting request is in the queue");
+            return;
+        }
         let line = self
             .lines
             .get_mut(&(account, key.band))
@@ -119,6 +148,15 @@ impl WaitQueue {
 
     /// The first behind `after`, or the first of all. Of a line that stands where `after` does, those behind it in turn.
     pub(crate) fn next_after(&self, after: Option<&Turn>) -> Option<Turn> {
+        if !self.has_lines {
+            return match after {
+                None => self.line.first().copied(),
+                Some(&after) => {
+                    let behind = (Bound::Excluded(after), Bound::Unbounded);
+                    self.line.range(behind).next().copied()
+                }
+            };
+        }
         let Some(after) = after else {
             return self.order.first().map(|first| self.head(first));
         };
@@ -128,7 +166,10 @@ impl WaitQueue {
             .filter(|line| line.place == after.place)
             .and_then(|line| {
                 let at = (after.score, after.arrival, after.slot);
-                let next = line.order.range((Bound::Excluded(at), Bound::Unbounded)).next();
+                let next = line
+                    .order
+                    .range((Bound::Excluded(at), Bound::Unbounded))
+                    .next();
                 next.map(|&(score, arrival, slot)| Turn {
                     score,
                     arrival,
@@ -136,7 +177,13 @@ impl WaitQueue {
                     ..*after
                 })
             });
-        let at = (after.band, after.place, after.score, after.arrival, after.account);
+        let at = (
+            after.band,
+            after.place,
+            after.score,
+            after.arrival,
+            after.account,
+        );
         let other = self
             .order
             .range((Bound::Excluded(at), Bound::Unbounded))
@@ -163,12 +210,13 @@ impl WaitQueue {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.len
+        self.len + self.line.len()
     }
 
     /// The band of the first.
     pub(crate) fn best_band(&self) -> Option<i64> {
-        self.order.first().map(|first| first.0)
+        let first = self.line.first().map(|first| first.band);
+        first.or_else(|| self.order.first().map(|first| first.0))
     }
 
     /// The least place of a line of a band that a priority gives; O(bands).
@@ -190,7 +238,7 @@ impl WaitQueue {
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Turn> {
-        self.lines.iter().flat_map(|(&(account, band), line)| {
+        let of_lines = self.lines.iter().flat_map(|(&(account, band), line)| {
             line.order.iter().map(move |&(score, arrival, slot)| Turn {
                 band,
                 place: line.place,
@@ -199,7 +247,8 @@ impl WaitQueue {
                 account,
                 slot,
             })
-        })
+        });
+        self.line.iter().copied().chain(of_lines)
     }
 }
 

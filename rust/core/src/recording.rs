@@ -227,7 +227,9 @@ impl<'a> Reader<'a> {
     /// One of a few, by its number.
     fn choice<T: Copy>(&mut self, all: &[T]) -> Result<T, ReplayError> {
         let number = self.u32()? as usize;
-        all.get(number).copied().map_or_else(|| self.malformed(), Ok)
+        all.get(number)
+            .copied()
+            .map_or_else(|| self.malformed(), Ok)
     }
 
     fn config(&mut self) -> Result<Config, ReplayError> {

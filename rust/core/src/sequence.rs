@@ -49,8 +49,8 @@ pub(crate) struct Standing {
     pub(crate) num_recent_preemptions: u32,
     /// Which of all promotions to the tier of the aged was its own, while it is there.
     pub(crate) promotion: Option<u64>,
-    /// Blocks that it will hold at its end, as predicted when this wait began.
-    pub(crate) num_final_blocks: u32,
+    /// Blocks that it can ever need.
+    pub(crate) num_limit_blocks: u32,
     /// Tokens that it had when it got in line.
     pub(crate) num_queued_tokens: u32,
     /// Leading blocks of this residency that it found.
@@ -58,7 +58,12 @@ pub(crate) struct Standing {
 }
 
 impl Standing {
-    pub(crate) fn new(request: &Request<'_>, account: AccountId, arrival: u64, now_us: u64) -> Self {
+    pub(crate) fn new(
+        request: &Request<'_>,
+        account: AccountId,
+        arrival: u64,
+        now_us: u64,
+    ) -> Self {
         Self {
             account,
             arrival,
@@ -71,7 +76,7 @@ impl Standing {
             num_bypasses: 0,
             num_recent_preemptions: 0,
             promotion: None,
-            num_final_blocks: 0,
+            num_limit_blocks: 0,
             num_queued_tokens: 0,
             num_hit_blocks: 0,
         }

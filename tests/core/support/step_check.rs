@@ -62,10 +62,7 @@ impl World {
             assert_eq!(gain.num_tokens, account.num_tokens());
             match view.row_of(gain.handle) {
                 Some(row) => assert_eq!(row.start, gain.num_computed_tokens),
-                None => assert!(
-                    is_static(&self.config),
-                    "who enters gets tokens"
-                ),
+                None => assert!(is_static(&self.config), "who enters gets tokens"),
             }
         }
     }
@@ -134,7 +131,6 @@ impl World {
     fn is_confined_now(&self) -> bool {
         let is_suspect = |handle: &u64| self.ledger.accounts[handle].suspect_until.is_some();
         self.ledger.has_suspects()
-            && (!is_static(&self.config)
-                || self.holders.iter().flatten().any(is_suspect))
+            && (!is_static(&self.config) || self.holders.iter().flatten().any(is_suspect))
     }
 }

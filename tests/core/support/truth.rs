@@ -64,11 +64,6 @@ impl Ask {
         self
     }
 
-    pub(crate) fn expected(mut self, expected_tokens: u32) -> Self {
-        self.expected_tokens = Some(expected_tokens);
-        self
-    }
-
     pub(crate) fn request(&self) -> Request<'_> {
         Request {
             prompt_token_ids: &self.prompt,

@@ -61,7 +61,9 @@ impl Forecast {
     }
 
     fn insert(&mut self, member: Member) {
-        let at = self.members.partition_point(|other| other.rest >= member.rest);
+        let at = self
+            .members
+            .partition_point(|other| other.rest >= member.rest);
         self.members.insert(at, member);
     }
 
@@ -136,9 +138,7 @@ pub(super) enum Outlook {
 impl Scheduler {
     /// Blocks that `slot` can ever need.
     pub(crate) fn limit_blocks(&self, slot: Slot) -> u32 {
-        let sequence = &self.arena[slot];
-        self.config
-            .blocks_for(sequence.num_prompt + sequence.max_output - 1)
+        self.arena[slot].standing.num_limit_blocks
     }
 
     /// Blocks that those running may ever need beside those that they hold.
@@ -157,9 +157,8 @@ impl Scheduler {
         }
         let num_found = self.pass.hits.len() as u32;
         let num_new = u64::from(self.limit_blocks(slot) - num_found);
-        let fits_at_most =
-            self.num_outstanding_blocks() + num_new <= u64::from(need.num_available);
-        if fits_at_most && self.spacing(slot).is_none() {
+        let fits_at_most = self.num_outstanding_blocks() + num_new <= u64::from(need.num_available);
+        if fits_at_most && (!self.is_early() || self.spacing(slot).is_none()) {
             return Outlook::Fits;
         }
         let newcomer = self.member_to_be(slot, num_found);
@@ -199,7 +198,10 @@ impl Scheduler {
 
     fn has_nobody_up_to(&mut self, band: i64) -> bool {
         self.make_forecast();
-        self.forecast.members.iter().all(|member| member.band > band)
+        self.forecast
+            .members
+            .iter()
+            .all(|member| member.band > band)
     }
 
     fn peak_with(&mut self, newcomer: &Member, need: &Need, band: i64) -> u32 {
@@ -293,10 +295,16 @@ impl Scheduler {
     /// a sequence holds at its end is more than half as much again as what it holds on average. Entries so spaced take as
     /// many blocks in a step as there are, and a tenth fewer.
     fn spacing(&self, slot: Slot) -> Option<u64> {
-        let num_output = self.arena[slot].num_output();
-        let predicted = u64::from(self.predicted_output(slot, num_output));
         let sequence = &self.arena[slot];
-        let (num_tokens, life) = (u64::from(sequence.num_tokens()), predicted - u64::from(num_output));
+        let num_output = sequence.num_output();
+        if 2 * sequence.num_tokens() >= sequence.max_output - num_output + 3 {
+            return None; // by the rule below, whatever it is predicted to want
+        }
+        let predicted = u64::from(self.predicted_output(slot, num_output));
+        let (num_tokens, life) = (
+            u64::from(sequence.num_tokens()),
+            predicted - u64::from(num_output),
+        );
         let (last, average) = (num_tokens + life, num_tokens + life / 2);
         if 3 * average >= 2 * last {
             return None;
@@ -305,13 +313,19 @@ impl Scheduler {
         Some(PARTS * 11 * life * average / (10 * num_places))
     }
 
+    /// Whether the next entry of those that are spaced is not due yet.
+    fn is_early(&self) -> bool {
+        self.next_step * PARTS < self.forecast.next_entry
+    }
+
     /// Whether `slot` would end together with others, while more wait than ever fit at once.
     fn must_wait_its_turn(&mut self, slot: Slot, peak: u32) -> bool {
         let has_quarter_free = u64::from(peak) * 4 <= u64::from(self.config.num_blocks);
-        let is_early = self.next_step * PARTS < self.forecast.next_entry;
-        is_early
+        self.is_early()
             && self.config.peak_percent == 100
-            && !has_quarter_free && self.exceeds_with_all_that_wait() && self.spacing(slot).is_some()
+            && !has_quarter_free
+            && self.exceeds_with_all_that_wait()
+            && self.spacing(slot).is_some()
     }
 
     /// Whether all that run and wait will hold more at their ends than there is.

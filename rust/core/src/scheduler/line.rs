@@ -17,12 +17,10 @@ impl Scheduler {
 
     /// Puts a sequence that waits in line, in the place that its policy gives it.
     pub(super) fn enqueue(&mut self, slot: Slot) {
-        self.arena[slot].standing.num_final_blocks = self.num_final_blocks(slot);
         if self.is_fair() {
             self.place_lines();
             let least = self.queue.least_place();
-            self.accounts
-                .join(self.arena[slot].standing.account, least);
+            self.accounts.join(self.arena[slot].standing.account, least);
         }
         let turn = self.turn(slot);
         self.arena[slot].key = turn.line_key();
@@ -32,8 +30,8 @@ impl Scheduler {
     fn insert(&mut self, slot: Slot, turn: &Turn) {
         self.queue.insert(turn);
         let sequence = &mut self.arena[slot];
+        self.num_demanded_blocks += u64::from(sequence.standing.num_limit_blocks);
         sequence.standing.num_queued_tokens = sequence.num_tokens();
-        self.num_demanded_blocks += u64::from(sequence.standing.num_final_blocks);
         self.num_queued_tokens += u64::from(sequence.standing.num_queued_tokens);
     }
 
@@ -41,7 +39,7 @@ impl Scheduler {
     pub(super) fn dequeue(&mut self, slot: Slot) {
         let sequence = &self.arena[slot];
         let (account, key) = (sequence.standing.account, sequence.key);
-        self.num_demanded_blocks -= u64::from(sequence.standing.num_final_blocks);
+        self.num_demanded_blocks -= u64::from(sequence.standing.num_limit_blocks);
         self.num_queued_tokens -= u64::from(sequence.standing.num_queued_tokens);
         self.queue.remove(self.line_account(account), key, slot);
         if self.is_fair() {
@@ -132,16 +130,6 @@ impl Scheduler {
         }
         self.accounts
             .predict(standing.account, num_output, max_output)
-    }
-
-    fn num_final_blocks(&self, slot: Slot) -> u32 {
-        if self.config.admission != Admission::Peak {
-            return 0;
-        }
-        let num_output = self.arena[slot].num_output();
-        let num_more = self.predicted_output(slot, num_output);
-        self.config
-            .blocks_for(self.arena[slot].num_prompt + num_more - 1)
     }
 
     /// Tokens of `slot`, which waits, that the prefix cache does not hold.

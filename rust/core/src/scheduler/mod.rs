@@ -27,7 +27,7 @@ use crate::event::{Event, EventKind, EventLog};
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::layout::StepLayout;
-use crate::policy::{Admission, Key};
+use crate::policy::{Admission, Key, KeyPolicy};
 use crate::prefix_cache::ChainHasher;
 use crate::queue::{Turn, WaitQueue};
 use crate::record::{RecordRing, StepRecord};
@@ -97,7 +97,7 @@ pub struct Scheduler {
     refreshed: Option<Turn>,
     /// Blocks that those running can ever need.
     pub(crate) num_limit_blocks: u64,
-    /// Blocks that those waiting will hold at their ends, as predicted when they got in line.
+    /// Blocks that those waiting can ever need.
     pub(crate) num_demanded_blocks: u64,
     /// Tokens of those that wait or are parked, as they had them when they came.
     pub(crate) num_queued_tokens: u64,
@@ -124,7 +124,7 @@ impl Scheduler {
         let max_filled = layout.max_num_batched_tokens / layout.block_size + layout.max_num_seqs;
         Ok(Self {
             arena: Arena::new(),
-            queue: WaitQueue::default(),
+            queue: WaitQueue::new(config.key == KeyPolicy::Fair),
             kv: Kv::new(
                 config.num_blocks,
                 config.block_size,
@@ -184,7 +184,11 @@ impl Scheduler {
         self.events.begin_silent();
         let max_output = self.admissible(request)?;
         let account = self.accounts.open(request.tenant);
-        let standing = Standing::new(request, account, self.next_arrival, now_us);
+        let num_tokens = request.prompt_token_ids.len() as u32 + max_output - 1;
+        let standing = Standing {
+            num_limit_blocks: self.config.blocks_for(num_tokens),
+            ..Standing::new(request, account, self.next_arrival, now_us)
+        };
         self.next_arrival += 1;
         let handle = self
             .arena
