@@ -7,6 +7,7 @@ use alloc::vec;
 
 use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, Seat};
+use crate::kv_events::{KvEventKind, KvEvents};
 use crate::prefix_cache::{BlockHash, PrefixCache};
 
 /// Which blocks each seat holds, in order of position.
@@ -14,6 +15,7 @@ use crate::prefix_cache::{BlockHash, PrefixCache};
 pub struct Kv {
     pub(crate) pool: BlockPool,
     pub(crate) cache: PrefixCache,
+    pub(crate) events: KvEvents,
     /// `[num_seats, num_columns]`.
     tables: Box<[BlockId]>,
     lens: Box<[u32]>,
@@ -26,6 +28,7 @@ impl Kv {
         Self {
             pool: BlockPool::new(num_blocks),
             cache: PrefixCache::new(num_blocks, block_size),
+            events: KvEvents::new(0, block_size),
             tables: vec![BlockId(0); num_seats as usize * num_columns as usize].into_boxed_slice(),
             lens: vec![0; num_seats as usize].into_boxed_slice(),
             num_columns: num_columns as usize,
@@ -40,6 +43,11 @@ impl Kv {
     /// The prefix cache.
     pub fn cache(&self) -> &PrefixCache {
         &self.cache
+    }
+
+    /// What can be found, and what no longer, as a stream.
+    pub fn events(&self) -> &KvEvents {
+        &self.events
     }
 
     /// Blocks that a reservation can take: free and cached.
@@ -70,20 +78,46 @@ impl Kv {
 
     /// Gives `seat` new blocks until it holds `num_blocks`; `None`, and no change, where there are too few.
     pub fn try_reserve(&mut self, seat: Seat, num_blocks: u32) -> Option<()> {
-        let num_new = num_blocks.saturating_sub(self.len(seat));
+        let held = self.len(seat);
+        let num_new = num_blocks.saturating_sub(held);
         if num_new > self.num_available() {
             return None;
         }
-        let len = &mut self.lens[seat.index()];
-        let start = seat.index() * self.num_columns + *len as usize;
-        *len += num_new;
-        for place in &mut self.tables[start..][..num_new as usize] {
-            let block = self.pool.allocate_free().or_else(|| {
-                let block = self.pool.evict()?;
-                self.cache.unregister(block);
-                Some(block)
-            });
-            *place = block.expect("available blocks were counted");
+        self.lens[seat.index()] += num_new;
+        let start = seat.index() * self.num_columns;
+        let (held, new) =
+            self.tables[start..][..(held + num_new) as usize].split_at_mut(held as usize);
+        let (mut last, mut places) = (held.last().copied(), new);
+        while !places.is_empty() {
+            let Some((first, num)) = self.pool.allocate(last, places.len() as u32) else {
+                break;
+            };
+            let (given, rest) = places.split_at_mut(num as usize);
+            for (place, block) in given.iter_mut().zip(first.0..) {
+                *place = BlockId(block);
+            }
+            (last, places) = (given.last().copied(), rest);
+        }
+        for place in places {
+            let block = self.pool.evict().expect("available blocks were counted");
+            self.events.push(KvEventKind::Removed, block, &self.cache);
+            self.cache.unregister(block);
+            *place = block;
+        }
+        Some(())
+    }
+
+    /// Gives `seat`, which holds none, `num_blocks` blocks that lie in a row; `None`, and no change, where no free run
+    /// is as long.
+    pub(crate) fn try_reserve_run(&mut self, seat: Seat, num_blocks: u32) -> Option<()> {
+        let first = self.pool.allocate_run(num_blocks)?;
+        self.lens[seat.index()] = num_blocks;
+        let start = seat.index() * self.num_columns;
+        for (place, block) in self.tables[start..][..num_blocks as usize]
+            .iter_mut()
+            .zip(first.0..)
+        {
+            *place = BlockId(block);
         }
         Some(())
     }
@@ -98,25 +132,51 @@ impl Kv {
     pub fn release(&mut self, seat: Seat) {
         let start = seat.index() * self.num_columns;
         let len = core::mem::take(&mut self.lens[seat.index()]);
+        // Blocks that come free and lie in a row become so together.
+        let (mut first, mut num) = (BlockId(0), 0);
         for &block in self.tables[start..][..len as usize].iter().rev() {
-            self.pool.release(block, self.cache.is_registered(block));
+            if !self.pool.drop_holder(block) {
+                continue;
+            }
+            if self.cache.is_registered(block) {
+                if block.0 <= self.pool.limit() {
+                    self.pool.cache(block);
+                    continue;
+                }
+                self.events.push(KvEventKind::Removed, block, &self.cache);
+                self.cache.unregister(block);
+            }
+            if num > 0 && block.0 + 1 != first.0 {
+                self.pool.free_run(first, num);
+                num = 0;
+            }
+            (first, num) = (block, num + 1);
+        }
+        if num > 0 {
+            self.pool.free_run(first, num);
         }
     }
 
-    /// Makes the full block in `column` of `seat` findable; the block, if it now is by this call.
+    /// Makes the full block in `column` of `seat` findable, as the end of the prefix `hash`, which goes on from
+    /// `parent`; the block, if it now is by this call.
     pub fn register(
         &mut self,
         seat: Seat,
         column: u32,
-        hash: BlockHash,
+        (parent, hash): (BlockHash, BlockHash),
         tokens: &[i32],
     ) -> Option<BlockId> {
         let block = self.table(seat)[column as usize];
-        self.cache.register(block, hash, tokens).then_some(block)
+        if !self.cache.register(block, hash, tokens) {
+            return None;
+        }
+        self.events.push_stored(block, parent, &self.cache);
+        Some(block)
     }
 
     /// Makes `block` unfindable, if it can be found.
     pub fn unregister(&mut self, block: BlockId) {
+        self.events.push(KvEventKind::Removed, block, &self.cache);
         if self.cache.unregister(block) {
             self.pool.forget(block);
         }
@@ -128,5 +188,62 @@ impl Kv {
             .iter()
             .filter(|&&block| self.pool.num_holders(block) == 1)
             .count() as u32
+    }
+
+    /// Makes `limit` the last block that may be allocated; cached blocks beyond it are forgotten. O(blocks gained or
+    /// lost), and O(cached blocks).
+    pub(crate) fn set_limit(&mut self, limit: u32) {
+        self.cache.reach(limit);
+        for block in (limit + 1..=self.pool.limit()).map(BlockId) {
+            if self.pool.num_holders(block) == 0 {
+                self.unregister(block);
+            }
+        }
+        self.pool.set_limit(limit);
+    }
+
+    /// A block that content can be moved to: best the one behind `last`, or any free one, or the one that is evicted
+    /// next.
+    pub(crate) fn take_destination(&mut self, last: Option<BlockId>) -> Option<BlockId> {
+        if let Some((block, _)) = self.pool.allocate(last, 1) {
+            return Some(block);
+        }
+        let block = self.pool.evict()?;
+        self.events.push(KvEventKind::Removed, block, &self.cache);
+        self.cache.unregister(block);
+        Some(block)
+    }
+
+    /// Block `to`, which was just taken, stands for `from` in pool and cache; tables are the caller's to change. `from`
+    /// is nobody's until [`BlockPool::free_run`].
+    pub(crate) fn relocate(&mut self, from: BlockId, to: BlockId) {
+        if self.pool.num_holders(from) > 0 {
+            self.pool.move_holders(from, to);
+        } else {
+            self.pool.move_cached(from, to);
+        }
+        if self.cache.relocate(from, to) {
+            self.events.push_moved(from, to, &self.cache);
+        }
+    }
+
+    /// The run that `seat` holds alone begins at `to` from now on; all blocks from there to its old place are free.
+    pub(crate) fn slide_run(&mut self, seat: Seat, to: BlockId) {
+        let len = self.len(seat);
+        let first = self.table(seat)[0];
+        for i in 0..len {
+            self.pool.drop_holder(BlockId(first.0 + i));
+        }
+        self.pool.free_run(first, len);
+        self.pool.allocate_at(to, len);
+        for column in 0..len {
+            self.set(seat, column, BlockId(to.0 + column));
+        }
+    }
+
+    /// Sets one entry of a table.
+    pub(crate) fn set(&mut self, seat: Seat, column: u32, block: BlockId) {
+        debug_assert!(column < self.len(seat));
+        self.tables[seat.index() * self.num_columns + column as usize] = block;
     }
 }

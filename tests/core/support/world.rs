@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use noria_core::{
-    CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, Scheduler, StepId, flags,
+    Admission, CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, ResizeError,
+    Scheduler, StepId, flags,
 };
 
 use super::ledger::{Account, Ledger};
@@ -307,6 +308,39 @@ impl World {
         let expected = account.is_some_and(|account| core::mem::take(&mut account.is_parked));
         assert_eq!(was_parked, expected);
         was_parked
+    }
+
+    pub(crate) fn resize(&mut self, num_blocks: u32) -> Result<(), ResizeError> {
+        self.runner.reach(num_blocks);
+        let now = self.now();
+        let before = self.config.num_blocks;
+        let result = self.core.resize(num_blocks, now);
+        self.core.check();
+        let blocks_at_most = |account: &Account| {
+            let num_tokens = account.ask.prompt.len() as u32 + account.max_output - 1;
+            num_tokens.div_ceil(self.config.block_size)
+        };
+        let most = self
+            .ledger
+            .live()
+            .map(|(_, account)| blocks_at_most(account))
+            .max();
+        match result {
+            Ok(()) => {
+                assert!(most <= Some(num_blocks));
+                self.config.num_blocks = num_blocks;
+                self.seen.shrinks += u64::from(num_blocks < before && self.core.is_shrinking());
+                self.seen.growths += u64::from(num_blocks > before);
+            }
+            Err(ResizeError::RequestNeeds { num_blocks, .. }) => {
+                assert!(Some(num_blocks) <= most);
+            }
+            Err(ResizeError::Static) => {
+                assert_ne!(self.config.admission, Admission::Optimistic);
+            }
+            Err(ResizeError::NumBlocks { low, .. }) => assert!(num_blocks < low),
+        }
+        result
     }
 
     pub(crate) fn reset_prefix_cache(&mut self) -> u32 {

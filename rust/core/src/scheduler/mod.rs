@@ -5,6 +5,7 @@
 
 mod admit;
 mod commit;
+mod compact;
 mod fail;
 mod pass;
 mod plan;
@@ -16,12 +17,14 @@ mod write;
 use alloc::vec::Vec;
 
 pub use commit::CommitError;
+pub use compact::ResizeError;
 
 use crate::arena::Arena;
 use crate::config::{Config, ConfigError};
 use crate::event::{Event, EventKind, EventLog};
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
+use crate::kv_events::KvEvents;
 use crate::layout::StepLayout;
 use crate::policy::{Admission, Key};
 use crate::prefix_cache::ChainHasher;
@@ -93,6 +96,8 @@ pub struct Scheduler {
     recorder: Option<Recorder>,
     next_step: u64,
     next_arrival: u64,
+    /// For tests: the block that was moved last without need.
+    next_forced: u32,
 }
 
 impl Scheduler {
@@ -105,15 +110,17 @@ impl Scheduler {
         let layout = StepLayout::new(&config);
         let seats = config.max_num_seqs;
         let max_filled = layout.max_num_batched_tokens / layout.block_size + layout.max_num_seqs;
+        let mut kv = Kv::new(
+            config.num_blocks,
+            config.block_size,
+            seats,
+            config.max_blocks_per_seq(),
+        );
+        kv.events = KvEvents::new(config.num_kv_events, config.block_size);
         Ok(Self {
             arena: Arena::new(),
             queue: WaitQueue::default(),
-            kv: Kv::new(
-                config.num_blocks,
-                config.block_size,
-                seats,
-                config.max_blocks_per_seq(),
-            ),
+            kv,
             hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
@@ -129,6 +136,7 @@ impl Scheduler {
             recorder: None,
             next_step: 1,
             next_arrival: 0,
+            next_forced: 0,
             config,
             layout,
         })
@@ -268,7 +276,7 @@ impl Scheduler {
         }
         self.events.begin_silent();
         let before = self.kv.pool.num_free();
-        for block in 1..=self.config.num_blocks {
+        for block in 1..=self.kv.pool.num_ever() {
             self.kv.unregister(crate::ids::BlockId(block));
         }
         self.kv.pool.num_free() - before
@@ -414,6 +422,6 @@ impl Scheduler {
 
     /// Blocks held by a table.
     pub fn num_held_blocks(&self) -> u32 {
-        self.config.num_blocks - self.kv.num_available()
+        self.kv.pool.num_blocks() - self.kv.num_available()
     }
 }

@@ -33,6 +33,7 @@ impl Scheduler {
         if self.config.admission.is_static() {
             self.admit_gang();
         }
+        self.shed();
         self.plan_decodes(buffer);
         self.extend_by_drafts(drafts);
         self.walk_prefills();
@@ -41,6 +42,7 @@ impl Scheduler {
             self.clear_rows();
             return self.nothing();
         }
+        self.plan_moves();
         Planned::Step(self.write_step(now_us, drafts, buffer))
     }
 

@@ -72,7 +72,7 @@ impl Scheduler {
     }
 
     /// The best key of those that may run now.
-    fn best_resident(&mut self) -> Option<Slot> {
+    pub(super) fn best_resident(&mut self) -> Option<Slot> {
         if self
             .pass
             .best
@@ -99,7 +99,7 @@ impl Scheduler {
     }
 
     /// Whether `slot` can still be a victim in this plan.
-    fn may_leave(&self, slot: Slot) -> bool {
+    pub(super) fn may_leave(&self, slot: Slot) -> bool {
         let sequence = &self.arena[slot];
         sequence.is_running()
             && !sequence.row.is_reached
@@ -107,7 +107,7 @@ impl Scheduler {
     }
 
     /// Ranks the residents as victims, once a plan; where the list of those still there starts.
-    fn rank_victims(&mut self) -> usize {
+    pub(super) fn rank_victims(&mut self) -> usize {
         let Some(mut start) = self.pass.victims else {
             self.pass.victim_list.clear();
             let mut band = None;
@@ -142,13 +142,12 @@ impl Scheduler {
     fn victim_order(&self, slot: Slot, is_band_best: bool) -> VictimOrder {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
-        let most_tokens = sequence.num_prompt + sequence.max_output - 1;
         let num_computed = sequence.num_planned - u32::from(sequence.decodes_in(self.pass.serial));
         VictimOrder {
             is_member: self.quarantine.active().is_some() && self.is_free_to_run(slot),
             band: Reverse(sequence.key.band),
             is_band_best,
-            ends_in_place: self.kv.len(seat) >= self.config.blocks_for(most_tokens),
+            ends_in_place: self.kv.len(seat) >= self.config.blocks_for(sequence.most_tokens()),
             num_recomputed: self
                 .kv
                 .num_exclusive(seat)
