@@ -20,6 +20,7 @@ from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, NoriaError, RejectedError
 from noria.interrupts import HeldInterrupts
 from noria.kv_cache import KvCache
+from noria.kv_stats import KvStats
 from noria.memory import kv_memory_budget
 from noria.models import Model, load_model
 from noria.outputs import EventCollector, Events, FinishedRequest, RequestOutput
@@ -148,7 +149,9 @@ class LLM:
             device,
         )
         executor = TorchExecutor(self.model, kv, core.layout)
-        return start_engine(core, executor, depth=self.config.depth, mask_provider=self._watch.masks)
+        return start_engine(
+            core, executor, depth=self.config.depth, mask_provider=self._watch.masks, kv_memory=kv
+        )
 
     # ---- what a caller asks
 
@@ -231,6 +234,19 @@ class LLM:
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
         return self.engine.stats()
+
+    def resize_kv_cache(self, num_blocks: int) -> None:
+        """Gives the KV cache another size; see `Engine.resize_kv_cache`. May be called from `on_events`.
+
+        Raises:
+            ConfigError: out of range, less than a request that was accepted may need, batches are static,
+                or the system does not give so much memory; nothing has changed.
+        """
+        self.engine.resize_kv_cache(num_blocks)
+
+    def kv_stats(self) -> KvStats:
+        """How the KV cache lies now."""
+        return self.engine.kv_stats()
 
     def close(self) -> None:
         """Stops the engine. Idempotent."""

@@ -2,6 +2,7 @@
 
 mod buffer_limits;
 mod commit_errors;
+mod compaction;
 mod enumerated;
 mod naive;
 mod naive_plans;

@@ -95,7 +95,7 @@ prop_compose! {
             max_moves,
             forced_moves: if contiguous { 0 } else { forced_moves.min(max_moves) },
             contiguous,
-            num_kv_events: 64,
+            num_kv_events: 1024,
         }
     }
 }

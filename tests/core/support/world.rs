@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use noria_core::{
-    Admission, CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, ResizeError,
-    Scheduler, StepId, flags,
+    Admission, BlockHash, BlockId, CommitError, Config, Drafts, FinishReason, Handle, KvEventKind,
+    Planned, Reject, ResizeError, Scheduler, StepId, flags,
 };
 
 use super::ledger::{Account, Ledger};
@@ -35,6 +35,9 @@ pub(crate) struct World {
     pub(super) last_step: u64,
     discarded: Vec<StepId>,
     now_us: u64,
+    /// KV events read so far, and what they say can be found: by block, the hash and the block's tokens.
+    num_heard: u64,
+    findable: BTreeMap<u32, (BlockHash, Vec<i32>)>,
 }
 
 impl World {
@@ -63,6 +66,8 @@ impl World {
             last_step: 0,
             discarded: Vec::new(),
             now_us: 0,
+            num_heard: 0,
+            findable: BTreeMap::new(),
             config,
             core,
         }
@@ -73,6 +78,38 @@ impl World {
         self.now_us
     }
 
+    /// Recounts the core, and holds the stream of KV events against what can be found.
+    fn check(&mut self) {
+        self.core.check();
+        if self.config.num_kv_events == 0 {
+            return;
+        }
+        let events = self.core.kv().events();
+        assert!(events.first() <= self.num_heard, "no KV event is missed");
+        for (event, tokens) in events.since(self.num_heard) {
+            let (block, from) = (event.block.0, event.from.0);
+            let before = self.findable.remove(&from);
+            match event.kind {
+                KvEventKind::Stored => {
+                    assert_eq!(before, None, "{event:?}");
+                    self.findable.insert(block, (event.hash, tokens.to_vec()));
+                }
+                KvEventKind::Removed => assert_eq!(before.map(|it| it.0), Some(event.hash)),
+                KvEventKind::Moved => {
+                    let before = before.expect("what is moved could be found");
+                    assert_eq!(before.0, event.hash);
+                    assert!(self.findable.insert(block, before).is_none(), "{event:?}");
+                }
+            }
+        }
+        self.num_heard = events.num_events();
+        let cache = self.core.kv().cache();
+        assert_eq!(self.findable.len(), cache.num_registered() as usize);
+        for (&block, (hash, tokens)) in &self.findable {
+            assert_eq!(cache.find(*hash, tokens), Some(BlockId(block)));
+        }
+    }
+
     pub(crate) fn account(&self, handle: u64) -> &Account {
         &self.ledger.accounts[&handle]
     }
@@ -80,7 +117,7 @@ impl World {
     pub(crate) fn try_submit(&mut self, ask: &Ask) -> Result<u64, Reject> {
         let now = self.now();
         let result = self.core.submit(now, &ask.request());
-        self.core.check();
+        self.check();
         let handle = result?.to_bits();
         self.ledger.open(handle, ask, &self.config);
         self.runner
@@ -106,7 +143,7 @@ impl World {
         // As in a ring: a step counts on nothing that an earlier one left in its buffer.
         self.buffer.fill(-(now as i32));
         let planned = self.core.plan(now, drafts, &mut self.buffer);
-        self.core.check();
+        self.check();
         self.ledger
             .hear(self.core.events(), &mut self.runner.truths);
         self.ledger.check_reported();
@@ -171,7 +208,7 @@ impl World {
         self.seen.late_failures += u64::from(!self.sampled.is_empty());
         let now = self.now();
         self.core.fail(pending.id, now);
-        self.core.check();
+        self.check();
     }
 
     /// A commit and a fail of every step that the last failure discarded: nothing happens.
@@ -179,11 +216,11 @@ impl World {
         for id in core::mem::take(&mut self.discarded) {
             let now = self.now();
             self.core.fail(id, now);
-            self.core.check();
+            self.check();
             self.core
                 .commit(id, &[], &[], 0, now)
                 .expect("a discarded step is ignored");
-            self.core.check();
+            self.check();
             self.ledger
                 .hear(self.core.events(), &mut self.runner.truths);
             self.ledger.check_reported();
@@ -214,7 +251,7 @@ impl World {
         self.core
             .commit(sampled.id, &sampled.num_ids, &sampled.ids, 7, now)
             .expect("the ids match the step");
-        self.core.check();
+        self.check();
         let totals = self
             .ledger
             .commit(&sampled.view, &sampled.num_ids, &sampled.ids);
@@ -248,7 +285,7 @@ impl World {
             .core
             .commit(step, num_ids, ids, 0, now)
             .expect_err("it does not match");
-        self.core.check();
+        self.check();
         error
     }
 
@@ -257,7 +294,7 @@ impl World {
         let has_ended = self
             .core
             .finish(Handle::from_bits(handle), num_output, reason, now);
-        self.core.check();
+        self.check();
         let is_live = self
             .ledger
             .accounts
@@ -282,7 +319,7 @@ impl World {
     pub(crate) fn expire(&mut self, handle: u64) -> bool {
         let now = self.now();
         let has_ended = self.core.expire(Handle::from_bits(handle), now);
-        self.core.check();
+        self.check();
         let account = self
             .ledger
             .accounts
@@ -299,7 +336,7 @@ impl World {
     pub(crate) fn unpark(&mut self, handle: u64) -> bool {
         let now = self.now();
         let was_parked = self.core.unpark(Handle::from_bits(handle), now);
-        self.core.check();
+        self.check();
         let account = self
             .ledger
             .accounts
@@ -315,7 +352,7 @@ impl World {
         let now = self.now();
         let before = self.config.num_blocks;
         let result = self.core.resize(num_blocks, now);
-        self.core.check();
+        self.check();
         let blocks_at_most = |account: &Account| {
             let num_tokens = account.ask.prompt.len() as u32 + account.max_output - 1;
             num_tokens.div_ceil(self.config.block_size)
@@ -346,7 +383,7 @@ impl World {
     pub(crate) fn reset_prefix_cache(&mut self) -> u32 {
         let now = self.now();
         let num_freed = self.core.reset_prefix_cache(now);
-        self.core.check();
+        self.check();
         assert_eq!(self.core.kv().cache().num_registered(), 0);
         num_freed
     }
