@@ -30,7 +30,7 @@ def alone(tiny_model: Model) -> list[Answer]:
 def test_a_forced_move_every_step_changes_no_token(
     tiny_model: Model, alone: list[Answer], depth: int
 ) -> None:
-    config = tiny_config(depth=depth, num_kv_blocks=40, block_size=4 * depth)
+    config = tiny_config(depth=depth, num_kv_blocks=600, block_size=4 * depth)
     run = TorchBench(tiny_model, config, forced_moves=2).run([*ASKS, *ASKS])
     assert run.answers == [*alone, *alone]
     assert run.stats.num_moves >= run.stats.num_steps
@@ -57,7 +57,7 @@ def test_resizes_amid_requests_change_no_token(tiny_model: Model, alone: list[An
 
 
 def test_a_size_below_what_a_request_may_need_is_refused_in_one_sentence(tiny_model: Model) -> None:
-    bench = TorchBench(tiny_model, tiny_config())
+    bench = TorchBench(tiny_model, tiny_config(watermark=0.0))
     bench.submit(ASKS[0])
     with pytest.raises(ConfigError, match=r"^num_blocks is 1, but must be at least \d+, which a request"):
         bench.engine.resize_kv_cache(1)
