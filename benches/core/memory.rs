@@ -78,7 +78,7 @@ fn evictions(contents: &[Content], num_iters: u64) -> Duration {
             elapsed += started.elapsed();
         }
         for (content, column) in contents.iter().zip(0..) {
-            kv.register(seat, column, (0, content.hash), &content.tokens);
+            kv.register(seat, column, content.hash, &content.tokens);
         }
         kv.release(seat);
     }

@@ -47,7 +47,7 @@ pub(crate) fn run_counted() -> u32 {
         for column in 0..TABLE_BLOCKS {
             let tokens: [i32; BLOCK_SIZE as usize] = std::array::from_fn(|_| ids.draw());
             let hash = hasher.chain(parent, &tokens);
-            kv.register(seat, column, (parent, hash), &tokens);
+            kv.register(seat, column, hash, &tokens);
             parent = hash;
         }
     }

@@ -9,6 +9,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::ids::BlockId;
+use crate::prefix_cache::PrefixCache;
 
 /// Where the ring of cached blocks and the lists of runs begin and end; no block of the pool.
 const RING: BlockId = BlockId(0);
@@ -44,7 +45,8 @@ pub struct BlockPool {
     accounts: Vec<Account>,
     /// The last block that may be allocated.
     limit: u32,
-    num_retired: u32,
+    /// Free, cached and held.
+    num_blocks: u32,
     num_cached: u32,
     num_free: u32,
     /// The first run of each class, whose lengths have the class as their logarithm.
@@ -59,7 +61,7 @@ impl BlockPool {
         let mut pool = Self {
             accounts: vec![Account::default(); num_blocks as usize + 1],
             limit: num_blocks,
-            num_retired: 0,
+            num_blocks,
             num_cached: 0,
             num_free: 0,
             classes: [RING; NUM_CLASSES],
@@ -71,7 +73,7 @@ impl BlockPool {
 
     /// Blocks in all: those up to the limit, and those beyond it that are still held.
     pub fn num_blocks(&self) -> u32 {
-        self.capacity() - self.num_retired
+        self.num_blocks
     }
 
     /// The last block that may be allocated.
@@ -81,7 +83,7 @@ impl BlockPool {
 
     /// Whether a block beyond the limit is still held.
     pub fn is_shrinking(&self) -> bool {
-        self.num_blocks() > self.limit
+        self.num_blocks > self.limit
     }
 
     /// Blocks whose content is nobody's.
@@ -174,6 +176,7 @@ impl BlockPool {
     }
 
     /// Gives each of the `num` blocks from `first` on, which lie in the free run from `start` on, a holder.
+    #[inline]
     fn take(&mut self, start: BlockId, first: BlockId, num: u32) {
         let len = self.accounts[start.index()].run_len;
         self.unlink_run(start);
@@ -215,6 +218,7 @@ impl BlockPool {
         self.num_free += num;
     }
 
+    #[inline]
     fn link_run(&mut self, start: BlockId, len: u32) {
         let class = len.ilog2() as usize;
         let next = self.classes[class];
@@ -229,6 +233,7 @@ impl BlockPool {
         self.nonempty |= 1 << class;
     }
 
+    #[inline]
     fn unlink_run(&mut self, start: BlockId) {
         let account = &mut self.accounts[start.index()];
         let class = account.run_len.ilog2() as usize;
@@ -283,14 +288,55 @@ impl BlockPool {
         account.num_holders == 0
     }
 
-    /// `block`, which nobody holds any more, is cached, as the last to be evicted.
-    pub(crate) fn cache(&mut self, block: BlockId) {
-        let newest = self.accounts[RING.index()].previous;
-        self.accounts[newest.index()].next = block;
-        self.accounts[RING.index()].previous = block;
-        let account = &mut self.accounts[block.index()];
-        (account.previous, account.next) = (newest, RING);
-        self.num_cached += 1;
+    /// Drops the only holder of the last of `blocks`, and of those before it, as far as each lies behind the one before
+    /// it and cannot be found; how many. They must be freed now.
+    pub(crate) fn drop_last_holders(&mut self, blocks: &[BlockId], cache: &PrefixCache) -> u32 {
+        let accounts = self.accounts.as_mut_slice();
+        let mut next = blocks.last().map_or(0, |last| last.0);
+        let mut num = 0;
+        for &block in blocks.iter().rev() {
+            if block.0 != next || cache.is_registered(block) {
+                break;
+            }
+            let account = &mut accounts[block.index()];
+            if account.num_holders != 1 {
+                break;
+            }
+            account.num_holders = 0;
+            next -= 1;
+            num += 1;
+        }
+        num
+    }
+
+    /// Drops the only holder of the last of `blocks`, and of those before it, as far as each can be found: they are
+    /// cached, the last as the first to be evicted; how many.
+    pub(crate) fn cache_last(&mut self, blocks: &[BlockId], cache: &PrefixCache) -> u32 {
+        let limit = self.limit;
+        let accounts = self.accounts.as_mut_slice();
+        let mut newest = accounts[RING.index()].previous;
+        let mut num = 0;
+        for &block in blocks.iter().rev() {
+            if block.0 > limit || !cache.is_registered(block) {
+                break;
+            }
+            let account = &mut accounts[block.index()];
+            if account.num_holders != 1 {
+                break;
+            }
+            *account = Account {
+                num_holders: 0,
+                run_len: 0,
+                next: RING,
+                previous: newest,
+            };
+            accounts[newest.index()].next = block;
+            newest = block;
+            num += 1;
+        }
+        accounts[RING.index()].previous = newest;
+        self.num_cached += num;
+        num
     }
 
     /// The `num` blocks from `first` on, which nobody holds any more, are free, or retired beyond the limit.
@@ -298,7 +344,7 @@ impl BlockPool {
         let end = first.0 + num - 1;
         if end > self.limit {
             let num_retired = (end - self.limit).min(num);
-            self.num_retired += num_retired;
+            self.num_blocks -= num_retired;
             if num > num_retired {
                 self.add_run(first, num - num_retired);
             }
@@ -326,8 +372,6 @@ impl BlockPool {
     pub(crate) fn set_limit(&mut self, limit: u32) {
         let before = core::mem::replace(&mut self.limit, limit);
         if limit > self.capacity() {
-            let num_new = limit - self.capacity();
-            self.num_retired += num_new;
             self.accounts.resize(limit as usize + 1, Account::default());
         }
         if limit < before {
@@ -335,7 +379,7 @@ impl BlockPool {
         }
         for block in before + 1..=limit {
             if self.accounts[block as usize].num_holders == 0 {
-                self.num_retired -= 1;
+                self.num_blocks += 1;
                 self.accounts[block as usize] = Account::default();
                 self.add_run(BlockId(block), 1);
             }
@@ -359,7 +403,7 @@ impl BlockPool {
                 self.link_run(BlockId(start), num_kept);
             }
             self.num_free -= len - num_kept;
-            self.num_retired += len - num_kept;
+            self.num_blocks -= len - num_kept;
             end = start - 1;
         }
     }

@@ -7,7 +7,7 @@ use alloc::vec;
 
 use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, Seat};
-use crate::kv_events::{KvEventKind, KvEvents};
+use crate::kv_events::KvEvents;
 use crate::prefix_cache::{BlockHash, PrefixCache};
 
 /// Which blocks each seat holds, in order of position.
@@ -85,22 +85,15 @@ impl Kv {
         }
         self.lens[seat.index()] += num_new;
         let start = seat.index() * self.num_columns;
-        let (held, new) =
-            self.tables[start..][..(held + num_new) as usize].split_at_mut(held as usize);
-        let (mut last, mut places) = (held.last().copied(), new);
-        while !places.is_empty() {
-            let Some((first, num)) = self.pool.allocate(last, places.len() as u32) else {
-                break;
-            };
-            let (given, rest) = places.split_at_mut(num as usize);
-            for (place, block) in given.iter_mut().zip(first.0..) {
-                *place = BlockId(block);
-            }
-            (last, places) = (given.last().copied(), rest);
-        }
-        for place in places {
+        let row = &mut self.tables[start..][..(held + num_new) as usize];
+        let num_filled = if self.pool.num_free() > 0 {
+            fill_from_runs(&mut self.pool, row, held as usize)
+        } else {
+            held as usize
+        };
+        for place in &mut row[num_filled..] {
             let block = self.pool.evict().expect("available blocks were counted");
-            self.events.push(KvEventKind::Removed, block, &self.cache);
+            self.events.push_removed(block, &self.cache);
             self.cache.unregister(block);
             *place = block;
         }
@@ -132,51 +125,52 @@ impl Kv {
     pub fn release(&mut self, seat: Seat) {
         let start = seat.index() * self.num_columns;
         let len = core::mem::take(&mut self.lens[seat.index()]);
-        // Blocks that come free and lie in a row become so together.
-        let (mut first, mut num) = (BlockId(0), 0);
-        for &block in self.tables[start..][..len as usize].iter().rev() {
-            if !self.pool.drop_holder(block) {
+        let mut rest = &self.tables[start..][..len as usize];
+        while let Some(&block) = rest.last() {
+            let num_cached = self.pool.cache_last(rest, &self.cache);
+            rest = &rest[..rest.len() - num_cached as usize];
+            // Blocks that come free and lie in a row become so together.
+            let num_freed = self.pool.drop_last_holders(rest, &self.cache);
+            if num_freed > 0 {
+                let last = rest[rest.len() - 1].0;
+                self.pool.free_run(BlockId(last + 1 - num_freed), num_freed);
+                rest = &rest[..rest.len() - num_freed as usize];
+            }
+            if num_cached + num_freed > 0 {
                 continue;
             }
-            if self.cache.is_registered(block) {
-                if block.0 <= self.pool.limit() {
-                    self.pool.cache(block);
-                    continue;
-                }
-                self.events.push(KvEventKind::Removed, block, &self.cache);
+            // Others hold it too, or it lies beyond the limit.
+            rest = &rest[..rest.len() - 1];
+            if self.pool.drop_holder(block) {
+                self.events.push_removed(block, &self.cache);
                 self.cache.unregister(block);
+                self.pool.free_run(block, 1);
             }
-            if num > 0 && block.0 + 1 != first.0 {
-                self.pool.free_run(first, num);
-                num = 0;
-            }
-            (first, num) = (block, num + 1);
-        }
-        if num > 0 {
-            self.pool.free_run(first, num);
         }
     }
 
-    /// Makes the full block in `column` of `seat` findable, as the end of the prefix `hash`, which goes on from
-    /// `parent`; the block, if it now is by this call.
+    /// Makes the full block in `column` of `seat` findable, as the end of the prefix `hash`; the block, if it now is by
+    /// this call. Where events are kept, `tell_stored` follows.
     pub fn register(
         &mut self,
         seat: Seat,
         column: u32,
-        (parent, hash): (BlockHash, BlockHash),
+        hash: BlockHash,
         tokens: &[i32],
     ) -> Option<BlockId> {
         let block = self.table(seat)[column as usize];
-        if !self.cache.register(block, hash, tokens) {
-            return None;
-        }
+        self.cache.register(block, hash, tokens).then_some(block)
+    }
+
+    /// Tells of a block that was just registered, whose prefix goes on from `parent`.
+    #[cold] // where events are kept
+    pub(crate) fn tell_stored(&mut self, block: BlockId, parent: BlockHash) {
         self.events.push_stored(block, parent, &self.cache);
-        Some(block)
     }
 
     /// Makes `block` unfindable, if it can be found.
     pub fn unregister(&mut self, block: BlockId) {
-        self.events.push(KvEventKind::Removed, block, &self.cache);
+        self.events.push_removed(block, &self.cache);
         if self.cache.unregister(block) {
             self.pool.forget(block);
         }
@@ -209,7 +203,7 @@ impl Kv {
             return Some(block);
         }
         let block = self.pool.evict()?;
-        self.events.push(KvEventKind::Removed, block, &self.cache);
+        self.events.push_removed(block, &self.cache);
         self.cache.unregister(block);
         Some(block)
     }
@@ -246,4 +240,21 @@ impl Kv {
         debug_assert!(column < self.len(seat));
         self.tables[seat.index() * self.num_columns + column as usize] = block;
     }
+}
+
+/// Fills a table's row from `held` on with free blocks, while there are any; where it is filled to.
+fn fill_from_runs(pool: &mut BlockPool, row: &mut [BlockId], held: usize) -> usize {
+    let (held, mut places) = row.split_at_mut(held);
+    let (mut last, mut num_filled) = (held.last().copied(), held.len());
+    while !places.is_empty()
+        && let Some((first, num)) = pool.allocate(last, places.len() as u32)
+    {
+        let (given, rest) = places.split_at_mut(num as usize);
+        for (place, block) in given.iter_mut().zip(first.0..) {
+            *place = BlockId(block);
+        }
+        num_filled += num as usize;
+        (last, places) = (given.last().copied(), rest);
+    }
+    num_filled
 }

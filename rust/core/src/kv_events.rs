@@ -90,6 +90,7 @@ impl KvEvents {
         })
     }
 
+    #[cold] // where it is asked for
     fn push_event(&mut self, event: KvEvent) -> usize {
         let at = (self.num_events % self.events.len() as u64) as usize;
         self.events[at] = event;
@@ -97,12 +98,12 @@ impl KvEvents {
         at
     }
 
-    /// Tells of `block`, if it can be found now.
+    /// `block`, if it can be found, is about to be unregistered.
     #[inline]
-    pub(crate) fn push(&mut self, kind: KvEventKind, block: BlockId, cache: &PrefixCache) {
+    pub(crate) fn push_removed(&mut self, block: BlockId, cache: &PrefixCache) {
         if !self.events.is_empty() && cache.is_registered(block) {
             self.push_event(KvEvent {
-                kind,
+                kind: KvEventKind::Removed,
                 block,
                 from: block,
                 hash: cache.hash(block),
@@ -111,12 +112,13 @@ impl KvEvents {
         }
     }
 
-    /// `block` was just registered.
-    #[inline]
+    /// Whether any are kept.
+    pub(crate) fn are_kept(&self) -> bool {
+        !self.events.is_empty()
+    }
+
+    /// `block` was just registered; events are kept.
     pub(crate) fn push_stored(&mut self, block: BlockId, parent: BlockHash, cache: &PrefixCache) {
-        if self.events.is_empty() {
-            return;
-        }
         let at = self.push_event(KvEvent {
             kind: KvEventKind::Stored,
             block,

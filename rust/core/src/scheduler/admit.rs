@@ -231,10 +231,12 @@ impl Scheduler {
         sequence.hash_blocks(end - 1, block_size, &self.hasher);
         for column in sequence.num_registered..end {
             let hash = sequence.block_hash(column, block_size, &self.hasher);
-            let parent = sequence.parent_hash(column);
             let tokens = sequence.block_tokens(column, block_size);
-            if let Some(block) = self.kv.register(seat, column, (parent, hash), tokens) {
+            if let Some(block) = self.kv.register(seat, column, hash, tokens) {
                 self.pass.filled.push(block);
+                if self.kv.events.are_kept() {
+                    self.kv.tell_stored(block, sequence.parent_hash(column));
+                }
             }
         }
         sequence.num_registered = end;

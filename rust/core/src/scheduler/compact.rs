@@ -80,6 +80,7 @@ impl Scheduler {
     }
 
     /// While the pool shrinks: residents leave until those who stay fit.
+    #[cold]
     pub(super) fn shed(&mut self) {
         while self.is_shrinking() && self.num_held_blocks() > self.config.num_blocks {
             let start = self.rank_victims();
@@ -95,15 +96,17 @@ impl Scheduler {
         }
     }
 
+    /// Whether this plan has a reason to move blocks.
+    pub(super) fn wants_moves(&self) -> bool {
+        (self.is_shrinking() || self.pass.wants_run || self.config.forced_moves > 0)
+            && self.layout.capacity_moves > 0
+    }
+
     /// Decides the plan's moves, once all else of it is decided.
+    #[cold] // few plans have a reason to
     pub(super) fn plan_moves(&mut self) {
-        if self.layout.capacity_moves == 0 {
-            return;
-        }
         if self.config.contiguous {
-            if self.pass.wants_run || self.is_shrinking() {
-                self.slide_runs();
-            }
+            self.slide_runs();
             return;
         }
         if self.is_shrinking() {

@@ -28,7 +28,7 @@ pub(crate) struct Pass {
     pub(crate) gained: Vec<Slot>,
     /// Blocks that this step fills and that can be found already.
     pub(crate) filled: Vec<BlockId>,
-    /// Blocks that it moves, from and to.
+    /// Blocks that it moves, from and to. Like the three below, it is empty, or zero, but at the end of a plan.
     pub(crate) moves: Vec<(BlockId, BlockId)>,
     /// Whose blocks those are, and in which residency.
     pub(crate) moved: Vec<(Handle, u32)>,
@@ -105,10 +105,6 @@ impl Pass {
         self.prefill_rows.clear();
         self.gained.clear();
         self.filled.clear();
-        self.moves.clear();
-        self.moved.clear();
-        self.changes.clear();
-        self.num_move_changes = 0;
         self.wants_run = false;
         self.num_left = budget;
         self.debt = 0;

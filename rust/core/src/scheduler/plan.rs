@@ -33,7 +33,9 @@ impl Scheduler {
         if self.config.admission.is_static() {
             self.admit_gang();
         }
-        self.shed();
+        if self.is_shrinking() {
+            self.shed();
+        }
         self.plan_decodes(buffer);
         self.extend_by_drafts(drafts);
         self.walk_prefills();
@@ -42,7 +44,9 @@ impl Scheduler {
             self.clear_rows();
             return self.nothing();
         }
-        self.plan_moves();
+        if self.wants_moves() {
+            self.plan_moves();
+        }
         Planned::Step(self.write_step(now_us, drafts, buffer))
     }
 

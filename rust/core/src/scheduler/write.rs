@@ -203,13 +203,9 @@ impl Scheduler {
         for i in 0..self.pass.gained.len() {
             self.write_gained(&mut writer, i);
         }
-        for &(seat, column, block) in &self.pass.changes {
-            writer.change(seat, column as usize, block.0);
+        if !(self.pass.moves.is_empty() && self.pass.moved.is_empty()) {
+            self.write_moves(&mut writer, &mut step);
         }
-        writer.moves(&self.pass.moves);
-        step.record.num_moves = writer.num_moves as i64;
-        core::mem::swap(&mut step.moves, &mut self.pass.moves);
-        core::mem::swap(&mut step.moved, &mut self.pass.moved);
         self.write_decodes(&mut writer, &mut step, drafts);
         for i in 0..self.pass.prefill_rows.len() {
             self.write_prefill(&mut writer, &mut step, self.pass.prefill_rows[i]);
@@ -241,6 +237,19 @@ impl Scheduler {
         self.steps.push(step);
         self.pass.end();
         id
+    }
+
+    #[cold]
+    fn write_moves(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight) {
+        for &(seat, column, block) in &self.pass.changes {
+            writer.change(seat, column as usize, block.0);
+        }
+        writer.moves(&self.pass.moves);
+        step.record.num_moves = writer.num_moves as i64;
+        core::mem::swap(&mut step.moves, &mut self.pass.moves);
+        core::mem::swap(&mut step.moved, &mut self.pass.moved);
+        self.pass.changes.clear();
+        self.pass.num_move_changes = 0;
     }
 
     fn write_gained(&mut self, writer: &mut Writer<'_>, i: usize) {
