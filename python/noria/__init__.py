@@ -26,15 +26,20 @@ from noria.errors import (
 )
 
 if TYPE_CHECKING:
+    from noria.async_engine import AsyncEngine, OutputStream
     from noria.config import EngineConfig
     from noria.engine import EngineDeadError
+    from noria.hints import SchedulingHints
     from noria.llm import LLM
     from noria.outputs import CompletionOutput, Events, RequestMetrics, RequestOutput
     from noria.sampling.params import SamplingParams
+    from noria.sampling.structured import StructuredOutputsParams
+    from noria.scores import Logprob
     from noria.stats import EngineStats
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CommitError",
     "CompletionOutput",
     "ConfigError",
@@ -43,10 +48,12 @@ __all__ = [
     "EngineDeadError",
     "EngineStats",
     "Events",
+    "Logprob",
     "MaxTokensError",
     "ModelError",
     "NeverFitsError",
     "NoriaError",
+    "OutputStream",
     "PromptTooLongError",
     "QueueFullError",
     "RejectedError",
@@ -54,6 +61,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "SchedulingHints",
+    "StructuredOutputsParams",
     "TokenOutOfRangeError",
     "TokenizerError",
     "__version__",
@@ -62,14 +71,19 @@ __all__ = [
 # Imported when first asked for: torch alone takes seconds, and `noria --help` needs none of it.
 _LAZY = {
     "LLM": "noria.llm",
+    "AsyncEngine": "noria.async_engine",
     "CompletionOutput": "noria.outputs",
     "EngineConfig": "noria.config",
     "EngineDeadError": "noria.engine",
     "EngineStats": "noria.stats",
     "Events": "noria.outputs",
+    "OutputStream": "noria.async_engine",
     "RequestMetrics": "noria.outputs",
     "RequestOutput": "noria.outputs",
+    "Logprob": "noria.scores",
     "SamplingParams": "noria.sampling.params",
+    "SchedulingHints": "noria.hints",
+    "StructuredOutputsParams": "noria.sampling.structured",
     "__version__": "noria._core",
 }
 

@@ -152,8 +152,15 @@ class Core:
         enable_prefix_caching: bool = True,
         watermark_blocks: int = 0,
         scheduling_policy: str = "fcfs",
-        admission: str = "optimistic",
+        admission: str = "peak",
+        peak_percent: int = 100,
         max_queued: int = 1048576,
+        max_queued_tokens: int = 1099511627776,
+        ageing_steps: int = 1024,
+        max_bypasses: int = 64,
+        max_preemptions: int = 4,
+        fair_input_weight: int = 1,
+        fair_output_weight: int = 2,
         hash_seed: int = 0,
         num_records: int = 4096,
         max_moves: int = 64,
@@ -178,6 +185,10 @@ class Core:
         max_tokens: int,
         *,
         priority: int = 0,
+        tenant: int = 0,
+        expected_tokens: int | None = None,
+        ttft_target_us: int = 1000000,
+        itl_target_us: int = 100000,
         stop_token_ids: npt.NDArray[np.int32] | None = None,
         cache_salt: bytes | None = None,
         parked: bool = False,
@@ -185,6 +196,9 @@ class Core:
         reads_prefix_cache: bool = True,
     ) -> int:
         """Queues a request and returns its handle.
+
+        `tenant`: an unsigned 64-bit number. `expected_tokens`: a guess of its output's length; it moves order
+        and admission, and nothing else. The targets are what `deadline` goes by.
 
         `max_tokens` is cut to what `max_model_len` leaves after the prompt. `cache_salt`: at most 16
         bytes (hash a longer one); requests with different salts never share KV.

@@ -58,14 +58,15 @@ class AnswerWriter:
             request_id=first.request_id,
             prompt=first.prompt.text,
             prompt_token_ids=first.token_ids,
-            outputs=[self._completion(answer, scores) for answer in answers],
+            outputs=[self.completion(answer, scores) for answer in answers],
             finished=True,
             metrics=_metrics(answers),
             error=next((answer.cause for answer in answers if answer.cause is not None), None),
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _completion(self, answer: Answer, scores: ScoreBook) -> CompletionOutput:
+    def completion(self, answer: Answer, scores: ScoreBook) -> CompletionOutput:
+        """One answer that has ended."""
         request, watched = answer.request, answer.watched
         token_ids: list[int] = answer.finished.token_ids.tolist()
         reason = answer.finished.reason
@@ -78,7 +79,7 @@ class AnswerWriter:
             stop_reason, is_stop_token = watched.text.stop, False
         elif is_stop_token and (request.params.ignore_eos or token_ids[-1] not in self._eos_token_ids):
             stop_reason = token_ids[-1]
-        logprobs = self._logprobs(request, len(token_ids), scores)
+        logprobs = self.logprobs(request, 0, len(token_ids), scores)
         cumulative = None
         if logprobs is not None:
             pairs = zip(token_ids, logprobs, strict=True)
@@ -103,10 +104,14 @@ class AnswerWriter:
         shown = token_ids[:-1] if is_stop_token and not params.include_stop_str_in_output else token_ids
         return self._tokenizer.decode(shown, params.skip_special_tokens, after_prompt=True)
 
-    def _logprobs(self, request: Submitted, num_tokens: int, scores: ScoreBook) -> list[TokenLogprobs] | None:
+    def logprobs(
+        self, request: Submitted, first: int, end: int, scores: ScoreBook
+    ) -> list[TokenLogprobs] | None:
+        """Of a request's output tokens from `first` up to `end`; None if it asks for none."""
         if request.params.logprobs is None:
             return None
-        return scores.output(request.handle, num_tokens, request.params.logprobs, self._token_text)
+        num_logprobs = request.params.logprobs
+        return scores.output(request.handle, end, num_logprobs, self._token_text, first=first)
 
     def _token_text(self, token_id: int) -> str | None:
         if self._tokenizer is None:

@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from noria.models import ModelConfig
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
-SCHEDULING_POLICIES = ("fcfs", "priority")
+SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "deadline", "fair", "prefix")
+ADMISSIONS = ("peak", "reserve", "optimistic")
 BATCHINGS = ("continuous", "padded", "gang")
-
-# `batching` says what a user sees, `admission` what the core does.
-_ADMISSION = {"continuous": "optimistic", "padded": "padded", "gang": "gang"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,22 @@ class EngineConfig:
         kv_cache_memory_bytes: memory of the KV cache; None: half of what is available on a CPU, 80%
             of what is free on a GPU, and never more than all seats can use.
         enable_prefix_caching: whether prompts that begin alike share their KV.
-        scheduling_policy: `fcfs`, or `priority`: requests of lower `priority` first.
+        scheduling_policy: who is next. `fcfs`: first come; `priority`: requests of lower `priority` first;
+            `sjf`: the shortest remaining output, hinted or learned; `deadline`: the earliest due token;
+            `fair`: the tenant that was served least; `prefix`: the most tokens in the prefix cache. All
+            but `fcfs` put `priority` before their own order.
+        admission: when a request may enter a continuous batch. `peak`: when the peak that KV use will
+            reach, by predicted lengths, fits; `reserve`: when all that it may ever need fits, so that
+            growth preempts nobody; `optimistic`: when its prompt fits.
+        peak_percent: how high that peak may be, in hundredths of the KV cache; above 100, some tokens are
+            computed twice for fewer steps in all.
+        max_queued_requests: requests that may wait; more are refused.
+        max_queued_tokens: prompt tokens that may wait.
+        ageing_steps: steps after which a waiting request goes to the front, past all bands; 0: never.
+        max_bypasses: requests of its band that may enter before one for which there is no room.
+        max_preemptions: preemptions after which a request goes to the front; 0: never.
+        fair_input_weight: what a computed prompt token weighs in a tenant's account.
+        fair_output_weight: what an output token weighs in it.
         batching: `continuous`, or one of two baselines to compare with: `padded` and `gang`.
         depth: steps in flight, 1 to 3; above 1, the next step is planned while one computes.
         max_partial_prefills: prompts that one step may leave half computed.
@@ -60,6 +73,15 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    admission: str = "peak"
+    peak_percent: int = 100
+    max_queued_requests: int = 2**20
+    max_queued_tokens: int = 2**40
+    ageing_steps: int = 1024
+    max_bypasses: int = 64
+    max_preemptions: int = 4
+    fair_input_weight: int = 1
+    fair_output_weight: int = 2
     batching: str = "continuous"
     depth: int = 2
     max_partial_prefills: int = 1
@@ -71,7 +93,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _require_choice("admission", self.admission, ADMISSIONS)
         _require_choice("batching", self.batching, BATCHINGS)
+        _require_int("peak_percent", self.peak_percent, 100, 1000)
+        _require_int("max_queued_requests", self.max_queued_requests, 1, 2**30)
+        _require_int("max_queued_tokens", self.max_queued_tokens, 1, 2**62)
+        _require_int("ageing_steps", self.ageing_steps, 0, 2**32 - 1)
+        _require_int("max_bypasses", self.max_bypasses, 0, 2**32 - 1)
+        _require_int("max_preemptions", self.max_preemptions, 0, 2**32 - 1)
+        _require_int("fair_input_weight", self.fair_input_weight, 1, 2**16)
+        _require_int("fair_output_weight", self.fair_output_weight, 1, 2**16)
         _require_bool("enable_prefix_caching", self.enable_prefix_caching)
         _require_bool("skip_tokenizer_init", self.skip_tokenizer_init)
         if not isinstance(self.device, str):
@@ -248,7 +279,15 @@ class ResolvedConfig:
             enable_prefix_caching=engine.enable_prefix_caching,
             watermark_blocks=self.watermark_blocks,
             scheduling_policy=engine.scheduling_policy,
-            admission=_ADMISSION[engine.batching],
+            admission=engine.admission if engine.batching == "continuous" else engine.batching,
+            peak_percent=engine.peak_percent,
+            max_queued=engine.max_queued_requests,
+            max_queued_tokens=engine.max_queued_tokens,
+            ageing_steps=engine.ageing_steps,
+            max_bypasses=engine.max_bypasses,
+            max_preemptions=engine.max_preemptions,
+            fair_input_weight=engine.fair_input_weight,
+            fair_output_weight=engine.fair_output_weight,
             # Secret, so that nobody can make prompts whose hashes collide; no token depends on it.
             hash_seed=secrets.randbits(64),
             record=record,

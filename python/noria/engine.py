@@ -16,6 +16,7 @@ import numpy.typing as npt
 from noria import _core
 from noria._core import Core
 from noria.errors import ConfigError, NoriaError, RejectedError, TokenOutOfRangeError
+from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_stats import KvEvents, KvStats
 from noria.outputs import Events
 from noria.runner.base import (
@@ -183,6 +184,7 @@ class Engine:
         *,
         stop_token_ids: Sequence[int] = (),
         priority: int = 0,
+        hints: SchedulingHints = NO_HINTS,
         cache_salt: bytes = b"",
         parked: bool = False,
         host_masked: bool = False,
@@ -195,7 +197,8 @@ class Engine:
             init: what the runner has to know of it.
             max_tokens: output tokens; cut to what the context leaves after the prompt.
             stop_token_ids: output ids that end it; they count as output.
-            priority: its band under the `priority` policy; lower runs first.
+            priority: its band; lower runs first, but under `fcfs`.
+            hints: what else its sender knows that order and admission may go by.
             cache_salt: at most 16 bytes; requests of different salts never share KV.
             parked: it waits out of line until `unpark`.
             host_masked: its logits are edited by the mask provider.
@@ -218,6 +221,10 @@ class Engine:
             _token_array(prompt_token_ids),
             max_tokens,
             priority=priority,
+            tenant=hints.tenant_id,
+            expected_tokens=hints.expected_tokens,
+            ttft_target_us=hints.ttft_target_us,
+            itl_target_us=hints.itl_target_us,
             stop_token_ids=_token_array(stop_token_ids) if len(stop_token_ids) else None,
             cache_salt=cache_salt,
             parked=parked,

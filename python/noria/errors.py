@@ -54,11 +54,23 @@ class NeverFitsError(RejectedError):
 
 
 class QueueFullError(RejectedError):
-    """The queue holds as many requests as it may."""
+    """The queue holds as many requests, or as many of their tokens, as it may."""
 
 
 class SamplingParamsError(RejectedError):
     """A sampling parameter is out of its range."""
+
+
+class BodyError(RejectedError):
+    """A request's JSON is not as the API has it.
+
+    Attributes:
+        param: the field.
+    """
+
+    def __init__(self, message: str, *, param: str, value: object) -> None:
+        super().__init__(message, value=value)
+        self.param = param
 
 
 class CommitError(NoriaError):

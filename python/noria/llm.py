@@ -1,40 +1,43 @@
 """`LLM`: prompts in, answers out."""
 
 import dataclasses
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from noria.answers import Answer, AnswerWriter, refused_output
-from noria.config import EngineConfig, model_path, torch_device
-from noria.engine import Engine, start_engine
+from noria.answers import refused_output
+from noria.assembly import Assembly
+from noria.config import EngineConfig
+from noria.engine import Engine
 from noria.errors import ConfigError, NoriaError, RejectedError
+from noria.hints import SchedulingHints, spread_hints
 from noria.interrupts import HeldInterrupts
-from noria.kv_cache import KvCache
 from noria.kv_stats import KvStats
-from noria.memory import kv_memory_budget
-from noria.models import Model, load_model
-from noria.outputs import EventCollector, Events, FinishedRequest, RequestOutput
+from noria.models import Model
+from noria.outputs import EventCollector, Events, RequestOutput
 from noria.progress import ProgressBar
-from noria.prompts import Prompt, PromptInput, split_prompts, tokenize_prompts
-from noria.requests import Submitted, child_seed, plan_request, request_seed
-from noria.runner.torch_runner import TorchExecutor
+from noria.prompts import (
+    Prompt,
+    PromptInput,
+    chat_prompt,
+    split_conversations,
+    split_prompts,
+    tokenize_prompts,
+)
+from noria.requests import Submitted
 from noria.sampling.params import SamplingParams
 from noria.stats import EngineStats
-from noria.text.tokenizer import Tokenizer, load_tokenizer
-from noria.watch import AnswerWatch
+from noria.text.answer import AnswerText
+from noria.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from noria.sampling.grammar import GrammarEngine
+    from noria.text.chat_template import Message
 
 OnEvents = Callable[[Events, npt.NDArray[np.int64]], None]
 """Called after each turn with its events, and for each of them the index of its prompt."""
@@ -79,6 +82,15 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        admission: str = "peak",
+        peak_percent: int = 100,
+        max_queued_requests: int = 2**20,
+        max_queued_tokens: int = 2**40,
+        ageing_steps: int = 1024,
+        max_bypasses: int = 64,
+        max_preemptions: int = 4,
+        fair_input_weight: int = 1,
+        fair_output_weight: int = 2,
         batching: str = "continuous",
         depth: int = 2,
         max_partial_prefills: int = 1,
@@ -99,6 +111,15 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
+            admission=admission,
+            peak_percent=peak_percent,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            ageing_steps=ageing_steps,
+            max_bypasses=max_bypasses,
+            max_preemptions=max_preemptions,
+            fair_input_weight=fair_input_weight,
+            fair_output_weight=fair_output_weight,
             batching=batching,
             depth=depth,
             max_partial_prefills=max_partial_prefills,
@@ -107,51 +128,13 @@ class LLM:
             seed=seed,
             skip_tokenizer_init=skip_tokenizer_init,
         )
-        if not self.config.model.strip():
-            raise ConfigError(
-                f"model is {self.config.model!r}; give a model's folder or a .gguf file",
-                name="model",
-                value=self.config.model,
-            )
-        path = model_path(self.config.model)
-        where = torch_device(self.config.device)
-        # The tokenizer is read first: it takes no time, and its errors need not wait for the weights.
-        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(path)
-        self.model: Model = load_model(
-            path,
-            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            device=where,
-            max_model_len=max_model_len,
-        )
-        self.resolved_config = self.config.resolve(
-            self.model.config, self.model.dtype, kv_memory_budget(where)
-        )
-        for note in self.resolved_config.notes:
-            print(note, file=sys.stderr)
-        self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
-        if self.tokenizer is not None:
-            self._eos_token_ids |= set(self.tokenizer.eos_token_ids)
-        self._writer = AnswerWriter(self.tokenizer, self._eos_token_ids)
-        self._watch = AnswerWatch(
-            partial(_grammar_engine, self.tokenizer, self.model.config.vocab_size, self._eos_token_ids)
-        )
+        self._assembly = Assembly(self.config)
+        self.tokenizer: Tokenizer | None = self._assembly.tokenizer
+        self.model: Model = self._assembly.model
+        self.resolved_config = self._assembly.resolved_config
+        self.engine: Engine = self._assembly.engine
         self._num_requests = 0
         self._generating_thread: int | None = None
-        self.engine: Engine = self._start_engine(where)
-
-    def _start_engine(self, device: torch.device) -> Engine:
-        core = self.resolved_config.core()
-        kv = KvCache(
-            self.model.config,
-            self.resolved_config.num_kv_blocks,
-            self.config.block_size,
-            self.model.dtype,
-            device,
-        )
-        executor = TorchExecutor(self.model, kv, core.layout)
-        return start_engine(
-            core, executor, depth=self.config.depth, mask_provider=self._watch.masks, kv_memory=kv
-        )
 
     # ---- what a caller asks
 
@@ -161,6 +144,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        hints: SchedulingHints | Sequence[SchedulingHints] | None = None,
         use_tqdm: bool = True,
         on_events: OnEvents | None = None,
         on_error: Literal["raise", "return"] = "raise",
@@ -172,8 +156,10 @@ class LLM:
         Args:
             prompts: one or a list of them: a text, token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`.
-            sampling_params: for all, or one for each; None: the defaults.
-            priority: one for each; lower runs first under the `priority` policy.
+            sampling_params: for all, or one for each; None: `default_sampling_params`.
+            priority: one for each; lower runs first, but under `fcfs`.
+            hints: for all, or one for each: whose they are, how long their answers may get, when they
+                are due.
             use_tqdm: whether a progress bar is shown, if standard error is a terminal and it takes
                 longer than a second.
             on_events: called after each turn of the engine with its events, and for each event the
@@ -199,6 +185,8 @@ class LLM:
                 else "generate is already running in another thread; one LLM answers one call at a time"
             )
         given = split_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
         params = _spread_params(sampling_params, len(given))
         if priority is not None and len(priority) != len(given):
             raise RejectedError(
@@ -206,9 +194,10 @@ class LLM:
                 value=len(priority),
                 limit=len(given),
             )
+        told = spread_hints(hints, len(given))
         self._generating_thread = threading.get_ident()
         try:
-            prompts_submitted = self._submit_all(given, params, priority, on_error)
+            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
             submitted = [
                 request
                 for requests in prompts_submitted
@@ -221,8 +210,8 @@ class LLM:
             outputs = [
                 refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
                 if isinstance(requests, _Refused)
-                else self._writer.output(
-                    [self._answer(request, next(finished)) for request in requests], collector.scores
+                else self._assembly.writer.output(
+                    [self._assembly.answer(request, next(finished)) for request in requests], collector.scores
                 )
                 for requests in prompts_submitted
             ]
@@ -230,6 +219,72 @@ class LLM:
             return outputs
         finally:
             self._generating_thread = None
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request is sampled with that brings no parameters: what the model's authors recommend."""
+        return self._assembly.default_sampling_params
+
+    def answer_text(self, params: SamplingParams) -> AnswerText | None:
+        """What makes an answer's text of its tokens, as `on_events` gives them.
+
+        Joined, what its `push` and the final `end` give is the text that `generate` gives.
+
+        Args:
+            params: with which the answer is sampled.
+
+        Returns:
+            None if there is no tokenizer, or no text is wanted.
+
+        Raises:
+            TokenizerError: the tokenizer decodes whole texts only.
+        """
+        return self._assembly.plan(params, ()).text(self.tokenizer)
+
+    def chat(
+        self,
+        messages: "Sequence[Message] | Sequence[Sequence[Message]]",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers conversations, put through the model's chat template; else as `generate`.
+
+        Args:
+            messages: one conversation or a list of them: the turns so far, oldest first, each with `role` and
+                `content` (a text, or a list of text parts).
+            sampling_params: as for `generate`.
+            tools: JSON schemas of tools, if the template knows tools.
+            add_generation_prompt: ends the prompts with what opens the assistant's turn.
+            chat_template_kwargs: what else the template reads, by name.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            One `RequestOutput` a conversation, in their order.
+
+        Raises:
+            RejectedError: a conversation is bad; the text says which.
+            TokenizerError: the model has no chat template, or a bad one.
+        """
+        conversations = split_conversations(messages)
+        prompts: list[PromptInput] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompt, token_ids = chat_prompt(
+                    self.tokenizer,
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    variables=chat_template_kwargs,
+                )
+            except RejectedError as error:
+                message = f"prompt {index}: {error}"
+                raise RejectedError(message, value=error.value, limit=error.limit) from error
+            prompts.append({"prompt": prompt.text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -250,8 +305,7 @@ class LLM:
 
     def close(self) -> None:
         """Stops the engine. Idempotent."""
-        self._watch.close()
-        self.engine.close()
+        self._assembly.close()
 
     def __enter__(self) -> Self:
         return self
@@ -271,6 +325,7 @@ class LLM:
         given: Sequence[object],
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
+        hints: Sequence[SchedulingHints],
         on_error: str,
     ) -> list[list[Submitted] | _Refused]:
         """Submits every prompt; with `raise`, all or none."""
@@ -280,20 +335,23 @@ class LLM:
         self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
         try:
             for index, (prompt, token_ids) in enumerate(tokenized):
-                request_id = str(self._num_requests)
+                number = self._num_requests
                 self._num_requests += 1
                 children: list[Submitted] = []
                 try:
                     if isinstance(token_ids, RejectedError):
                         raise token_ids
-                    rank = 0 if priority is None else _checked_priority(priority[index])
-                    self._submit(children, request_id, index, prompt, token_ids, params[index], rank)
+                    rank = 0 if priority is None else priority[index]
+                    asked = self._assembly.ask(
+                        str(number), number, index, prompt, token_ids, params[index], rank, hints[index]
+                    )
+                    self._assembly.submit(asked, children)
                     requests.append(children)
                 except RejectedError as error:
-                    self._abandon(children, waits=False)
+                    self._assembly.abandon(children, waits=False)
                     ids = [] if isinstance(token_ids, RejectedError) else token_ids
                     if on_error == "return":
-                        requests.append(_Refused(request_id, prompt, ids, error))
+                        requests.append(_Refused(str(number), prompt, ids, error))
                         continue
                     message = f"prompt {index}: {error}"
                     raise type(error)(message, value=error.value, limit=error.limit) from error
@@ -302,63 +360,11 @@ class LLM:
                     raise
         except BaseException:
             # Whatever it was (Ctrl-C too): those before it must not run with the next call's.
-            self._abandon(
+            self._assembly.abandon(
                 [child for children in requests if isinstance(children, list) for child in children]
             )
             raise
         return requests
-
-    def _submit(
-        self,
-        children: list[Submitted],
-        request_id: str,
-        prompt_index: int,
-        prompt: Prompt,
-        token_ids: list[int],
-        params: SamplingParams,
-        priority: int,
-    ) -> None:
-        """Submits a prompt once for each of its answers; adds them to `children` one by one."""
-        plan = plan_request(
-            params,
-            token_ids,
-            tokenizer=self.tokenizer,
-            eos_token_ids=sorted(self._eos_token_ids),
-            vocab_size=self.model.config.vocab_size,
-        )
-        seed = request_seed(self.config.seed, int(request_id)) if params.seed is None else params.seed
-        # The core cuts it to what the prompt leaves.
-        max_tokens = self.resolved_config.max_model_len
-        if params.max_tokens is not None:
-            max_tokens = min(max_tokens, params.max_tokens)
-        for index in range(params.n):
-            arrival_us = time.perf_counter_ns() // 1000
-            handle = self.engine.submit(
-                token_ids,
-                plan.seat_init(child_seed(seed, index), len(token_ids)),
-                max_tokens,
-                stop_token_ids=plan.stop_token_ids,
-                priority=priority,
-                parked=plan.grammar is not None,
-                host_masked=params.edits_on_host,
-                reads_prefix_cache=params.prompt_logprobs is None,
-            )
-            children.append(
-                Submitted(
-                    request_id,
-                    prompt_index,
-                    index,
-                    handle,
-                    prompt,
-                    token_ids,
-                    params,
-                    plan.stop_token_ids,
-                    arrival_us,
-                )
-            )
-            watched = plan.watched(self.tokenizer)
-            if watched is not None:
-                self._watch.add(handle, watched)
 
     # ---- through
 
@@ -372,49 +378,30 @@ class LLM:
             try:
                 while collector.num_finished < len(submitted) or self.engine.has_work:
                     interrupts.raise_pending()
-                    self._watch.unpark_compiled(self.engine)
+                    self._assembly.watch.unpark_compiled(self.engine)
                     events = self.engine.turn(while_waiting=interrupts.raise_second)
                     if events is None:
-                        if not self._watch.is_compiling:
+                        if not self._assembly.watch.is_compiling:
                             num_left = len(submitted) - collector.num_finished
                             raise NoriaError(f"{num_left} requests never finished")
-                        self._watch.unpark_compiled(self.engine, timeout_s=1.0)
+                        self._assembly.watch.unpark_compiled(self.engine, timeout_s=1.0)
                         continue
-                    self._watch.see(events, self.engine)
+                    self._assembly.watch.see(events, self.engine)
                     indices = collector.add(events)
                     progress.update(collector.num_finished, collector.num_tokens)
                     if on_events is not None:
                         on_events(events, prompt_indices[indices])
             except BaseException:
                 # After a second Ctrl-C the step in flight is not waited for: the next call's first turn does.
-                self._abandon(submitted, waits=not interrupts.has_second)
+                self._assembly.abandon(submitted, waits=not interrupts.has_second)
                 raise
         return collector
 
-    def _abandon(self, requests: Sequence[Submitted], *, waits: bool = True) -> None:
-        """Aborts what was submitted, and lets what is in flight end if it `waits`."""
-        for request in requests:
-            self._watch.take(request.handle)
-        if not self.engine.is_usable:
-            return
-        for request in requests:
-            self.engine.abort(request.handle)
-        while waits and self.engine.has_work:
-            self.engine.turn()
-
-    # ---- out
-
-    def _answer(self, request: Submitted, finished: FinishedRequest) -> Answer:
-        watched = self._watch.take(request.handle)
-        return Answer(request, finished, watched, self.engine.take_cause(request.handle))
-
 
 def _spread_params(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams]:
     """One a prompt."""
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Sequence) or not all(
@@ -432,23 +419,3 @@ def _spread_params(
             limit=num_prompts,
         )
     return sampling_params
-
-
-def _checked_priority(priority: object) -> int:
-    """A band that the core can hold."""
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-        raise RejectedError(
-            f"its priority is {priority!r}; it must be an integer from -2**31 to 2**31 - 1",
-            value=priority,
-            limit=2**31 - 1,
-        )
-    return priority
-
-
-def _grammar_engine(
-    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
-) -> "GrammarEngine":
-    from noria.sampling.grammar import GrammarEngine  # only who asks for a grammar needs it
-
-    assert tokenizer is not None  # `plan_request` refuses a grammar without one
-    return GrammarEngine(tokenizer, vocab_size, sorted(eos_token_ids))

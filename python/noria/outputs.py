@@ -76,7 +76,8 @@ class CompletionOutput:
         index: which of the prompt's answers.
         text: the decoded tokens; empty without a tokenizer, or if `detokenize` is off.
         token_ids: all sampled tokens; the token that stopped it included.
-        finish_reason: `stop`, `length`, `abort`, `expired` or `error`.
+        finish_reason: `stop`, `length`, `abort`, `expired` or `error`; None while it is being made, as a
+            stream of `AsyncEngine` gives it out.
         stop_reason: the text from `stop` or the id from `stop_token_ids` that stopped it; None for end of
             sequence, and for every other reason.
         cumulative_logprob: sum of the tokens' log probabilities; None if `logprobs` is.
@@ -86,7 +87,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
@@ -101,11 +102,11 @@ class RequestOutput:
         prompt: its text; None if it was given as token ids.
         prompt_token_ids: its token ids.
         outputs: its answers, as many as `n` says.
-        finished: always true: only whole answers are given out.
-        metrics: its times; None if it was refused before it was submitted.
+        finished: all answers are whole; false only in a stream of `AsyncEngine`.
+        metrics: its times; None if it was refused before it was submitted, or has not finished.
         error: why it ended with `finish_reason` `error`; else None.
         prompt_logprobs: for each prompt token the log probabilities of it and of the most likely ones, if
-            asked for; None for the first, which nothing precedes.
+            asked for; None for the first, which nothing precedes. In a stream it comes at the end.
     """
 
     request_id: str

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from noria.errors import RejectedError
 
 if TYPE_CHECKING:
+    from noria.text.chat_template import Message
     from noria.text.tokenizer import Tokenizer
 
 PromptInput = str | Sequence[int] | npt.NDArray[np.integer] | Mapping[str, object]
@@ -96,6 +97,55 @@ def tokenize_prompts(
         for (index, _), encoded in zip(texts, _encoded(tokenizer, texts), strict=True):
             read[index] = (read[index][0], encoded)
     return read
+
+
+def split_conversations(messages: object) -> "list[Sequence[Message]]":
+    """What was given, as a list of conversations; one alone is a list of one.
+
+    Raises:
+        RejectedError: it is nothing of the kind.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RejectedError(
+            f"messages is of type {type(messages).__name__}; it must be a list of messages, or of such lists",
+            value=messages,
+        )
+    if messages and all(isinstance(message, Mapping) for message in messages):
+        return [messages]
+    for index, conversation in enumerate(messages):
+        if isinstance(conversation, str | bytes | Mapping) or not isinstance(conversation, Sequence):
+            raise RejectedError(
+                f"prompt {index} is of type {type(conversation).__name__}; it must be a list of messages",
+                value=conversation,
+            )
+    return list(messages)
+
+
+def chat_prompt(
+    tokenizer: "Tokenizer | None",
+    messages: "Sequence[Message]",
+    *,
+    tools: Sequence[Mapping[str, object]] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, object] | None,
+) -> tuple[Prompt, list[int]]:
+    """A conversation as a prompt, and its token ids; see `Tokenizer.apply_chat_template`.
+
+    Raises:
+        RejectedError: there is no tokenizer, or the messages are not what the template takes.
+        TokenizerError: the model has no chat template, or a bad one.
+    """
+    if tokenizer is None:
+        raise RejectedError(
+            "it is a conversation, but the engine has no tokenizer (skip_tokenizer_init is set)",
+            value=messages,
+        )
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+    )
+    # The template writes the special tokens itself.
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return Prompt(text=text, token_ids=token_ids), token_ids
 
 
 def _encoded(tokenizer: "Tokenizer", texts: Sequence[tuple[int, str]]) -> list[list[int] | RejectedError]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noria.errors import SamplingParamsError
+from noria.errors import SamplingParamsError, TokenizerError
 from noria.prompts import Prompt
 from noria.runner.base import SeatInit
 from noria.sampling.context import SeatContext
@@ -65,19 +65,23 @@ class RequestPlan:
         """What the runner has to know of one of them."""
         return SeatInit(self.params, seed, num_prompt_tokens, self.context)
 
+    def text(self, tokenizer: "Tokenizer | None") -> AnswerText | None:
+        """The text of one of them as its tokens come; None if it has none."""
+        params = self.params
+        if tokenizer is None or not params.detokenize:
+            return None
+        return AnswerText(
+            tokenizer.stream(params.skip_special_tokens, after_prompt=True),
+            stops=tuple(params.stop or ()),
+            stop_token_ids=self.stop_token_ids,
+            keeps_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
     def watched(self, tokenizer: "Tokenizer | None") -> Watched | None:
         """What reads the tokens of one of them; None if nothing has to."""
         params = self.params
-        text = None
-        if params.stop:
-            assert tokenizer is not None  # `plan_request` refuses stop strings without one
-            text = AnswerText(
-                tokenizer.stream(params.skip_special_tokens, after_prompt=True),
-                stops=tuple(params.stop),
-                stop_token_ids=self.stop_token_ids,
-                keeps_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+        text = self.text(tokenizer) if params.stop else None
         if text is None and self.grammar is None and not params.logits_processors:
             return None
         return Watched(text, self.grammar, params.logits_processors or ())
@@ -110,6 +114,8 @@ def plan_request(
                 f"{name} needs a tokenizer, and the engine has none (skip_tokenizer_init is set)",
                 value=getattr(params, name),
             )
+    if params.stop and tokenizer is not None:
+        _check_streams(tokenizer)
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:
         stops.update(eos_token_ids)
@@ -126,6 +132,14 @@ def plan_request(
 
         grammar = grammar_of(params.structured_outputs)
     return RequestPlan(params, stop_token_ids, context, grammar)
+
+
+def _check_streams(tokenizer: "Tokenizer") -> None:
+    """Stop strings are looked for while tokens come, which not every decoder allows."""
+    try:
+        tokenizer.stream()
+    except TokenizerError as error:
+        raise SamplingParamsError(f"stop cannot be used with this model: {error}") from error
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -1,7 +1,7 @@
 """Log probabilities of tokens, from a step's rows to the shape that vLLM gives them."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,12 +68,22 @@ class ScoreBook:
                 # A prompt computed again after a preemption says the same again.
                 self._of.setdefault((handle, part.is_prompt), {})[position] = (part.tokens, place)
 
+    def split(self, handles: Iterable[int]) -> "ScoreBook":
+        """What it knows of some requests; it is forgotten here."""
+        other = ScoreBook()
+        for handle in handles:
+            for is_prompt in (False, True):
+                places = self._of.pop((handle, is_prompt), None)
+                if places is not None:
+                    other._of[handle, is_prompt] = places
+        return other
+
     def output(
-        self, handle: int, num_tokens: int, num_logprobs: int, text_of: "TextOf"
+        self, handle: int, num_tokens: int, num_logprobs: int, text_of: "TextOf", *, first: int = 0
     ) -> list[TokenLogprobs]:
-        """One entry for each of a request's first output tokens."""
+        """One entry for each of a request's output tokens from `first` up to `num_tokens`."""
         places = self._of.get((handle, False), {})
-        return [_entry(*places[position], num_logprobs, text_of) for position in range(num_tokens)]
+        return [_entry(*places[position], num_logprobs, text_of) for position in range(first, num_tokens)]
 
     def prompt(
         self, handle: int, num_tokens: int, num_logprobs: int, text_of: "TextOf"

@@ -5,6 +5,7 @@ the device computes the step whose rows they are for.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -38,6 +39,10 @@ class MakesGrammarEngine(Protocol):
         """It is called once, and not on the engine's thread."""
 
 
+WakesEngine = Callable[[], None]
+"""Called on another thread than the engine's."""
+
+
 @dataclass(slots=True)
 class Watched:
     """One request whose tokens are read.
@@ -66,10 +71,14 @@ class AnswerWatch:
 
     Args:
         makes_grammar_engine: called when the first grammar is to be compiled.
+        wakes_engine: called when `unpark_compiled` has something to do.
     """
 
-    def __init__(self, makes_grammar_engine: MakesGrammarEngine) -> None:
+    def __init__(
+        self, makes_grammar_engine: MakesGrammarEngine, wakes_engine: WakesEngine | None = None
+    ) -> None:
         self._makes_grammar_engine = makes_grammar_engine
+        self._wakes_engine = wakes_engine
         self._grammar_engine: GrammarEngine | None = None
         self._watched: dict[int, Watched] = {}
         self._handles: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -85,7 +94,10 @@ class AnswerWatch:
         if watched.grammar is not None:
             if self._compiler is None:
                 self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="noria-grammar")
-            self._compiling[self._compiler.submit(self._compile, watched.grammar)] = handle
+            compiled = self._compiler.submit(self._compile, watched.grammar)
+            self._compiling[compiled] = handle
+            if self._wakes_engine is not None:
+                compiled.add_done_callback(partial(_wake, self._wakes_engine))
 
     def take(self, handle: int) -> Watched | None:
         """Ends; None if the request is not watched."""
@@ -140,10 +152,12 @@ class AnswerWatch:
         """Reads a turn's tokens of watched requests; ends those that have met their stop."""
         if not len(self._handles):
             return
+        started_ns = time.perf_counter_ns()
         rows = events.rows
         tokens = rows[(rows[:, 1] == _core.TOKEN) & np.isin(rows[:, 0], self._handles)]
         for handle, _, token_id, position in tokens.tolist():
             self._see_token(handle, token_id, position + 1, engine)
+        engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
 
     def _see_token(self, handle: int, token_id: int, num_tokens: int, engine: "Engine") -> None:
         watched = self._watched[handle]
@@ -185,6 +199,10 @@ class AnswerWatch:
             assert self._grammar_engine is not None  # it made the matchers
             allowed = self._grammar_engine.masks(matchers)
         return HostMasks(np.array(rows, dtype=np.int64), allowed, edits)
+
+
+def _wake(wakes_engine: WakesEngine, _compiled: object) -> None:
+    wakes_engine()
 
 
 def _process(

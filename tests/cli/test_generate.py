@@ -1,5 +1,6 @@
 """`noria generate`, `noria demo` and `noria env` on a tiny random model."""
 
+import io
 import json
 
 import pytest
@@ -113,3 +114,85 @@ def test_env_says_what_auto_means_and_why(noria, tmp_path):
         assert facts[name]
         assert name in finished.out
     assert facts["dtype 'auto'"].startswith(("float32", "bfloat16"))
+
+
+def test_a_stop_string_ends_the_stream_as_it_ends_the_answer(noria, llm, tiny_llama):
+    whole = answer(llm, "the wheel", ignore_eos=True).text
+    stop = whole[5:8]
+    expected = answer(llm, "the wheel", ignore_eos=True, stop=[stop])
+    assert expected.finish_reason == "stop"
+    finished = noria(
+        "generate",
+        tiny_llama,
+        "the wheel",
+        "--max-tokens",
+        "24",
+        "--ignore-eos",
+        "--stop",
+        stop,
+        "--stop",
+        "#",
+    )
+    assert finished.out == expected.text + "\n"
+
+
+def test_penalties_and_biases_are_those_of_the_library(noria, llm, tiny_llama):
+    first = answer(llm, "the wheel").token_ids[0]
+    asked = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 20}
+    expected = answer(llm, "the wheel", logit_bias={first: -100.0, 7: 2.5}, **asked)
+    flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    finished = noria(
+        *("generate", tiny_llama, "the wheel", "--max-tokens", "24", *flags),
+        *("--logit-bias", f"{first}:-100,7:2.5"),
+    )
+    assert finished.out == expected.text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--logit-bias", "a:1"), "--logit-bias: 'a:1' is not ID:BIAS, such as 13:-100"),
+        (("--logit-bias", "5"), "--logit-bias: '5' is not ID:BIAS"),
+        (("--logit-bias", "5:1,5:2"), "--logit-bias: token id 5 comes twice"),
+        (("--repetition-penalty", "0"), "repetition_penalty"),
+        (("--stop", ""), "stop"),
+    ],
+)
+def test_a_bad_sampling_flag_is_one_sentence(noria, tiny_llama, flags, text):
+    assert text in noria("generate", tiny_llama, "the wheel", *flags).complaint
+
+
+def test_standard_input_is_a_prompt(noria, llm, tiny_llama, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the wheel\nturns\n"))
+    finished = noria("generate", tiny_llama, "-", "--max-tokens", "24")
+    assert finished.out == answer(llm, "the wheel\nturns").text + "\n"
+
+
+def test_lines_of_json_go_in_and_out(noria, llm, tiny_llama, monkeypatch):
+    lines = ['"the wheel"', "", "[5, 6, 7]", '{"prompt": "water\\nfalls"}', "[1000000]"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    finished = noria("generate", tiny_llama, "turns", "-", "--json-lines", "--max-tokens", "24")
+    assert finished.code == 0, finished.err
+    told = [json.loads(line) for line in finished.out.splitlines()]
+    prompts = ["turns", "the wheel", [5, 6, 7], "water\nfalls"]
+    assert [one["prompt"] for one in told] == [*prompts, [1000000]]
+    for one, prompt in zip(told, prompts, strict=False):
+        expected = answer(llm, prompt)
+        assert one["text"] == expected.text
+        assert (one["num_output_tokens"], one["error"]) == (len(expected.token_ids), None)
+    assert told[-1]["finish_reason"] == "error"
+    assert "1000000" in told[-1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [("{torn", "line 1 of standard input is not valid JSON"), ("5", "must be a text, a list")],
+)
+def test_a_bad_line_of_json_is_one_sentence(noria, tiny_llama, monkeypatch, line, text):
+    monkeypatch.setattr("sys.stdin", io.StringIO(line))
+    assert text in noria("generate", tiny_llama, "-", "--json-lines").complaint
+
+
+@pytest.mark.parametrize("word", ["--typo", "--typo=4", "-x"])
+def test_an_unknown_flag_is_no_prompt(noria, tiny_llama, word):
+    assert f"Unknown option: {word}" in noria("generate", tiny_llama, "the wheel", word).complaint

@@ -11,7 +11,9 @@ from noria.cli.overview import SUMMARIES
 COMMANDS = [
     ("chat",),
     ("generate",),
+    ("batch",),
     ("demo",),
+    ("models",),
     ("env",),
     ("bench", "throughput"),
     ("bench", "scheduler"),

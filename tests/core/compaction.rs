@@ -1,6 +1,6 @@
 //! Blocks that move: why, where to, and at what cost.
 
-use noria_core::{Config, FinishReason, Handle, ResizeError, Seat};
+use noria_core::{Admission, Config, FinishReason, Handle, ResizeError, Seat};
 
 use crate::support::{Ask, World};
 
@@ -13,6 +13,7 @@ fn config() -> Config {
         max_model_len: 64,
         vocab_size: 100,
         depth: 2,
+        admission: Admission::Optimistic,
         num_kv_events: 4096,
         ..Config::default()
     }

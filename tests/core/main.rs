@@ -1,5 +1,6 @@
 //! The core under a null runner: tables, enumerations and random traffic.
 
+mod bounds;
 mod buffer_limits;
 mod commit_errors;
 mod compaction;
@@ -10,6 +11,7 @@ mod prefix_cache;
 mod random_traffic;
 mod recordings;
 mod refusals;
+mod scenarios;
 mod static_batches;
 mod support;
 mod traffic;

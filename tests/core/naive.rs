@@ -1,14 +1,14 @@
-//! A second core, written to be read: optimistic admission without drafts or failures, every question answered by a scan.
+//! A second core, written to be read: continuous batching without drafts or failures, every question answered by a scan.
 //! Blocks are contents, the cache is a search, keys are sorted anew. It shares no code with the first.
 
 use std::collections::BTreeMap;
 
-use noria_core::{Config, KeyPolicy};
+use noria_core::{Config, FinishReason};
 
 use crate::support::Ask;
 
-/// `(band, arrival)`.
-pub(crate) type Key = (i32, u64);
+/// `(band, score, arrival)`.
+pub(crate) type Key = (i64, u64, u64);
 
 /// What a block holds: its salt, and all tokens up to its end.
 type Content = (u128, Vec<i32>);
@@ -38,7 +38,20 @@ struct Block {
 
 #[derive(Debug)]
 struct Sequence {
+    /// Once it runs.
     key: Key,
+    arrival: u64,
+    score: u64,
+    submitted_us: u64,
+    since: u64,
+    num_bypasses: u32,
+    num_preemptions: u32,
+    num_recent_preemptions: u32,
+    promotion: Option<u64>,
+    aged_until: Option<u32>,
+    num_final_blocks: u32,
+    num_found: u32,
+    was_admitted: bool,
     state: State,
     ask: Ask,
     tokens: Vec<i32>,
@@ -59,12 +72,16 @@ impl Sequence {
         self.tokens.len() as u32
     }
 
+    fn num_output(&self) -> u32 {
+        self.num_tokens() - self.ask.prompt.len() as u32
+    }
+
     fn num_pending(&self) -> u32 {
         self.in_flight.iter().filter(|row| row.1).count() as u32
     }
 
     fn max_output_in_flight(&self) -> u32 {
-        self.num_tokens() - self.ask.prompt.len() as u32 + self.num_pending()
+        self.num_output() + self.num_pending()
     }
 
     fn ends_in_flight(&self) -> bool {
@@ -86,6 +103,8 @@ struct Plan {
     told: Vec<Told>,
     num_certain: Option<u32>,
     ranking: Option<Vec<u64>>,
+    members: Option<Vec<line::Member>>,
+    blocked: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -98,6 +117,15 @@ pub(crate) struct Naive {
     /// Handles and residencies of each step's rows.
     steps: Vec<Vec<(u64, u32, u32, bool)>>,
     next_arrival: u64,
+    next_step: u64,
+    tenants: BTreeMap<u64, line::Tenant>,
+    last_counter: u64,
+    tier: Vec<u64>,
+    waits: Vec<(u64, u64)>,
+    worn: Vec<u64>,
+    num_promotions: u64,
+    next_entry: u64,
+    refreshed: Option<Key>,
     plan: Plan,
 }
 
@@ -116,19 +144,35 @@ impl Naive {
             sequences: BTreeMap::new(),
             steps: Vec::new(),
             next_arrival: 0,
+            next_step: 1,
+            tenants: BTreeMap::new(),
+            last_counter: 0,
+            tier: Vec::new(),
+            waits: Vec::new(),
+            worn: Vec::new(),
+            num_promotions: 0,
+            next_entry: 0,
+            refreshed: None,
             plan: Plan::default(),
         }
     }
 
-    pub(crate) fn submit(&mut self, handle: u64, ask: &Ask) {
-        let band = if self.config.key == KeyPolicy::Priority {
-            ask.priority
-        } else {
-            0
-        };
+    pub(crate) fn submit(&mut self, handle: u64, ask: &Ask, now_us: u64) {
         let room = i64::from(self.config.max_model_len) - ask.prompt.len() as i64;
         let sequence = Sequence {
-            key: (band, self.next_arrival),
+            key: (0, 0, 0),
+            arrival: self.next_arrival,
+            score: 0,
+            submitted_us: now_us,
+            since: 0,
+            num_bypasses: 0,
+            num_preemptions: 0,
+            num_recent_preemptions: 0,
+            promotion: None,
+            aged_until: None,
+            num_final_blocks: 0,
+            num_found: 0,
+            was_admitted: false,
             state: if ask.parked {
                 State::Parked
             } else {
@@ -146,14 +190,30 @@ impl Naive {
             in_flight: Vec::new(),
         };
         self.next_arrival += 1;
+        self.tenants.entry(ask.tenant).or_default();
         self.sequences.insert(handle, sequence);
+        if !ask.parked {
+            self.wait(handle);
+        }
     }
 
     pub(crate) fn unpark(&mut self, handle: u64) {
-        self.sequences.get_mut(&handle).expect("it is parked").state = State::Waiting;
+        self.sequence_mut(handle).state = State::Waiting;
+        self.wait(handle);
     }
 
-    pub(crate) fn end(&mut self, handle: u64) {
+    fn wait(&mut self, handle: u64) {
+        self.join(handle);
+        let num_blocks = self.final_blocks(handle);
+        self.sequence_mut(handle).num_final_blocks = num_blocks;
+    }
+
+    pub(crate) fn end(&mut self, handle: u64, reason: FinishReason, num_output: u32) {
+        let num_output = num_output.min(self.sequence(handle).num_output());
+        self.learn(handle, num_output, reason == FinishReason::Stop);
+        if self.sequence(handle).state == State::Waiting {
+            self.leave(handle);
+        }
         self.release(handle);
         self.sequences.remove(&handle);
     }
@@ -200,7 +260,7 @@ impl Naive {
     fn handles(&self, state: State) -> Vec<u64> {
         let mut handles: Vec<u64> = self.sequences.keys().copied().collect();
         handles.retain(|&handle| self.sequence(handle).state == state);
-        handles.sort_by_key(|&handle| self.sequence(handle).key);
+        handles.sort_by_key(|&handle| self.key(handle));
         handles
     }
 
@@ -224,6 +284,19 @@ impl Naive {
         (sequence.planned, sequence.computed, sequence.offered) = (0, 0, 0);
         sequence.has_sampled = false;
         sequence.residency += 1;
+        sequence.num_found = 0;
+        sequence.num_preemptions += 1;
+        sequence.num_recent_preemptions += 1;
+        let is_worn = self.config.max_preemptions > 0
+            && self.sequence(handle).num_recent_preemptions >= self.config.max_preemptions
+            && self.sequence(handle).promotion.is_none();
+        self.wait(handle);
+        if is_worn {
+            self.worn.push(handle);
+        }
+        if let Some(members) = &mut self.plan.members {
+            members.retain(|member| member.handle != handle);
+        }
         let num_before = self.plan.decodes.len();
         self.plan.decodes.retain(|&decode| decode != handle);
         self.plan.left += (num_before - self.plan.decodes.len()) as u32;
@@ -275,6 +348,12 @@ impl Naive {
     /// Commits the oldest step with what each row sampled; those that ended.
     pub(crate) fn commit(&mut self, num_ids: &[i32], mut ids: &[i32]) {
         let rows = self.steps.remove(0);
+        for (row, &num) in rows.iter().zip(num_ids) {
+            if num > 0 && self.sequences.contains_key(&row.0) {
+                let weight = u64::from(self.config.fair_output_weight);
+                self.charge(row.0, weight * num as u64);
+            }
+        }
         for (&(handle, residency, count, samples), &num) in rows.iter().zip(num_ids) {
             let (sampled, rest) = ids.split_at(num as usize);
             ids = rest;
@@ -283,7 +362,8 @@ impl Naive {
             };
             sequence.in_flight.remove(0);
             if samples && sampled.is_empty() {
-                self.end(handle);
+                let num_output = sequence.num_output();
+                self.end(handle, FinishReason::Error, num_output);
                 continue;
             }
             let is_current = sequence.residency == residency && sequence.state == State::Running;
@@ -299,7 +379,12 @@ impl Naive {
                 self.offer(handle, computed.min(num_tokens));
             }
             if has_ended {
-                self.end(handle);
+                let reason = if is_stop {
+                    FinishReason::Stop
+                } else {
+                    FinishReason::Length
+                };
+                self.end(handle, reason, num_output as u32);
             }
         }
     }
@@ -313,6 +398,8 @@ impl Naive {
         if self.steps.len() == self.config.depth as usize {
             return (Vec::new(), Vec::new());
         }
+        self.settle_tier();
+        self.refresh();
         for handle in self.handles(State::Running) {
             self.plan_decode(handle);
         }
@@ -336,6 +423,7 @@ impl Naive {
         }
         if !step.is_empty() {
             self.steps.push(step);
+            self.next_step += 1;
         }
         (rows, core::mem::take(&mut self.plan.told))
     }
@@ -365,5 +453,7 @@ impl Naive {
     }
 }
 
+#[path = "naive_line.rs"]
+mod line;
 #[path = "naive_walk.rs"]
 mod walk;

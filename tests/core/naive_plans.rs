@@ -89,11 +89,12 @@ impl Twins {
                     .iter()
                     .filter(|(handle, _)| !known.contains(handle))
                 {
-                    self.naive.submit(handle, &account.ask);
+                    self.naive
+                        .submit(handle, &account.ask, self.world.time_us());
                 }
                 for (handle, was_parked) in before {
-                    if !accounts[&handle].is_live() {
-                        self.naive.end(handle);
+                    if let Some((reason, num_output)) = accounts[&handle].end {
+                        self.naive.end(handle, reason, num_output);
                     } else if was_parked && !accounts[&handle].is_parked {
                         self.naive.unpark(handle);
                     }

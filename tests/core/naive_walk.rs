@@ -2,13 +2,20 @@
 
 use std::cmp::Reverse;
 
+use noria_core::{Admission, KeyPolicy};
+
+use super::line::Outlook;
 use super::{Key, Naive, Sequence, State, Told};
 
-impl Naive {
-    fn key(&self, handle: u64) -> Key {
-        self.sequence(handle).key
-    }
+/// What came of a try to admit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entry {
+    Taken,
+    Blocked,
+    Closed,
+}
 
+impl Naive {
     fn num_exclusive(&self, handle: u64) -> u32 {
         let table = &self.sequence(handle).table;
         table
@@ -54,13 +61,7 @@ impl Naive {
             return ranking.clone();
         }
         let mut residents = self.handles(State::Running);
-        residents.retain(|&handle| {
-            !self
-                .plan
-                .told
-                .iter()
-                .any(|told| matches!(told, Told::Entered(newcomer, _) if *newcomer == handle))
-        });
+        residents.retain(|&handle| !self.has_entered_now(handle));
         let is_band_best = |handle: u64| {
             let band = self.key(handle).0;
             residents.iter().find(|&&other| self.key(other).0 == band) == Some(&handle)
@@ -68,17 +69,18 @@ impl Naive {
         let order = |handle: u64| {
             let sequence = self.sequence(handle);
             let most = sequence.ask.prompt.len() as u32 + sequence.max_output - 1;
-            let ends_in_place = sequence.table.len() as u32 >= self.blocks_for(most);
+            let ends_soon = most - sequence.planned <= self.config.block_size
+                || sequence.table.len() as u32 >= self.blocks_for(most);
             let num_recomputed = self
                 .num_exclusive(handle)
                 .min(self.blocks_for(sequence.planned));
-            let (band, arrival) = sequence.key;
+            let key = sequence.key;
             (
-                Reverse(band),
+                Reverse(key.0),
                 is_band_best(handle),
-                ends_in_place,
+                ends_soon,
                 num_recomputed,
-                Reverse(arrival),
+                Reverse(key),
             )
         };
         let mut ranking = residents.clone();
@@ -108,7 +110,8 @@ impl Naive {
                 }
                 (_, Some(newcomer)) => {
                     after = Some(self.key(newcomer));
-                    is_open = self.admit(newcomer, self.plan.owing.len() - num_passed);
+                    let num_behind = self.plan.owing.len() - num_passed;
+                    is_open = self.may_pass(newcomer) && self.try_entry(newcomer, num_behind);
                 }
                 (_, None) => break,
             }
@@ -186,7 +189,14 @@ impl Naive {
         loop {
             let hits = self.hits(handle);
             let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
-            if num == 0 || self.advance(handle, &hits, num, None) || !self.make_room(handle) {
+            if num == 0 {
+                return;
+            }
+            if self.advance(handle, &hits, num, None) {
+                self.refund(handle, hits.len() as u32 * self.config.block_size);
+                return;
+            }
+            if !self.make_room(handle) {
                 return;
             }
         }
@@ -224,6 +234,7 @@ impl Naive {
         }
         let sequence = self.sequence_mut(handle);
         if !hits.is_empty() {
+            sequence.num_found += hits.len() as u32;
             sequence.offered = start / block_size;
             sequence.computed += hits.len() as u32 * block_size;
         }
@@ -253,35 +264,116 @@ impl Naive {
             .sum()
     }
 
-    /// Admits or resumes; `false` closes the line behind.
-    fn admit(&mut self, handle: u64, num_behind: usize) -> bool {
+    /// Those that are blocked let only their own band pass, and only if a seat is left.
+    fn may_pass(&self, handle: u64) -> bool {
+        let is_of_band = |&blocked: &u64| self.key(blocked).0 == self.key(handle).0;
+        self.plan.blocked.first().is_none_or(is_of_band)
+            && (self.plan.blocked.is_empty() || self.num_free_seats() > 0)
+    }
+
+    /// `false` closes the line behind.
+    fn try_entry(&mut self, handle: u64, num_behind: usize) -> bool {
+        if self.is_worn(handle) {
+            return true;
+        }
+        match self.admit(handle, num_behind) {
+            Entry::Closed => return false,
+            Entry::Blocked => self.plan.blocked.push(handle),
+            Entry::Taken => {
+                for blocked in self.plan.blocked.clone() {
+                    self.sequence_mut(blocked).num_bypasses += 1;
+                }
+            }
+        }
+        let blocked = &self.plan.blocked;
+        let max_bypasses = self.config.max_bypasses;
+        blocked.is_empty()
+            || self.config.key != KeyPolicy::Fair
+                && blocked.len() < 8
+                && blocked.iter().all(|&blocked| {
+                    let sequence = self.sequence(blocked);
+                    sequence.num_bypasses < max_bypasses && sequence.promotion.is_none()
+                })
+    }
+
+    /// Admits or resumes.
+    fn admit(&mut self, handle: u64, num_behind: usize) -> Entry {
         if !self.sequence(handle).in_flight.is_empty() || self.plan.gone.contains(&handle) {
-            return false;
+            return Entry::Closed;
         }
         let hits = self.hits(handle);
         let max_tokens = self.share(num_behind as u32 + self.num_newcomers().saturating_sub(1));
         let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
-        if num == 0 || !self.clear_the_way(handle, &hits) {
-            return false;
+        if num == 0 {
+            return Entry::Closed;
         }
-        self.sequence_mut(handle).state = State::Running;
+        if let Err(entry) = self.clear_the_way(handle, &hits) {
+            return entry;
+        }
+        self.note_entry(handle, hits.len() as u32);
+        self.leave(handle);
+        let key = self.key(handle);
         let num_hit_tokens = hits.len() as u32 * self.config.block_size;
+        if !self.sequence(handle).was_admitted {
+            let num_charged = self.sequence(handle).num_tokens() - num_hit_tokens;
+            let weight = u64::from(self.config.fair_input_weight);
+            self.charge(handle, weight * u64::from(num_charged));
+        }
+        let sequence = self.sequence_mut(handle);
+        (sequence.state, sequence.key, sequence.was_admitted) = (State::Running, key, true);
         self.plan.told.push(Told::Entered(handle, num_hit_tokens));
         assert!(self.advance(handle, &hits, num, None));
-        true
+        Entry::Taken
     }
 
     /// Makes seat and blocks available for a newcomer, at the cost of worse bands; all or nothing.
-    fn clear_the_way(&mut self, handle: u64, hits: &[usize]) -> bool {
-        let num_new = self.blocks_for(self.sequence(handle).num_tokens()) - hits.len() as u32;
+    fn clear_the_way(&mut self, handle: u64, hits: &[usize]) -> Result<(), Entry> {
+        let is_reserved = self.config.admission == Admission::Reserve;
+        let num_wanted = if is_reserved {
+            self.limit_blocks(handle)
+        } else {
+            self.blocks_for(self.sequence(handle).num_tokens())
+        };
+        let num_hits = hits.len() as u32;
+        let num_new = num_wanted - num_hits;
         let mut num_available = self.available() - self.num_unheld(hits);
-        let mut debt = self.debt();
-        let mut has_seat = self.num_free_seats() > 0;
+        let mut debt = if is_reserved {
+            self.outstanding()
+        } else {
+            self.debt()
+        };
+        let had_seat = self.num_free_seats() > 0;
+        let mut has_seat = had_seat;
         let mut num_running = self.handles(State::Running).len();
+        let watermark = |num_running: usize| {
+            if num_running == 0 || is_reserved {
+                0
+            } else {
+                self.config.watermark_blocks
+            }
+        };
+        let band = self.band(handle);
+        if has_seat && num_new + debt + watermark(num_running) <= num_available {
+            match self.outlook(handle, num_hits, num_new, debt, num_available) {
+                Outlook::Fits => return Ok(()),
+                Outlook::Later => return Err(Entry::Closed),
+                Outlook::Exceeds => {}
+            }
+        }
+        let stuck = if had_seat && !self.sequence(handle).was_admitted {
+            Entry::Blocked
+        } else {
+            Entry::Closed
+        };
+        let is_worse = |&other: &u64| self.key(other).0 > band && !self.has_entered_now(other);
+        if !self.handles(State::Running).iter().any(is_worse)
+            || !self.fits_beside_equals(handle, num_hits)
+        {
+            return Err(stuck);
+        }
         let mut leaving = Vec::new();
-        let band = self.key(handle).0;
         loop {
-            let watermark = if num_running == 0 {
+            let watermark = if num_running == 0 || is_reserved {
                 0
             } else {
                 self.config.watermark_blocks
@@ -293,12 +385,14 @@ impl Naive {
                 self.key(victim).0 > band && self.may_leave(victim) && !leaving.contains(&victim)
             });
             let Some(victim) = next else {
-                return false;
+                return Err(stuck);
             };
             let sequence = self.sequence(victim);
             let freed = |&&at: &&usize| self.blocks[at].num_holders == 1 && !hits.contains(&at);
             num_available += sequence.table.iter().filter(freed).count() as u32;
-            if !sequence.has_sampled {
+            if is_reserved {
+                debt -= self.limit_blocks(victim) - sequence.table.len() as u32;
+            } else if !sequence.has_sampled {
                 debt -= self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
             }
             has_seat = true;
@@ -308,6 +402,6 @@ impl Naive {
         for victim in leaving {
             self.preempt(victim);
         }
-        true
+        Ok(())
     }
 }

@@ -45,6 +45,15 @@ pub(crate) enum Verb {
     },
 }
 
+const KEYS: [KeyPolicy; 6] = [
+    KeyPolicy::Fcfs,
+    KeyPolicy::Priority,
+    KeyPolicy::Sjf,
+    KeyPolicy::Deadline,
+    KeyPolicy::Fair,
+    KeyPolicy::Prefix,
+];
+
 /// Which parts of the core a run exercises.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scope {
@@ -63,7 +72,11 @@ prop_compose! {
         (max_partial_prefills, threshold) in (1u32..=3, prop_oneof![2 => Just(0u32), 1 => 1u32..=6]),
         enable_prefix_caching in prop::bool::weighted(0.8),
         watermark in prop_oneof![2 => Just(0u32), 1 => 0u32..=3],
-        is_priority in any::<bool>(),
+        key in prop::sample::select(&KEYS[..]),
+        admission in prop::sample::select(&[Admission::Peak, Admission::Reserve, Admission::Optimistic][..]),
+        peak_percent in prop_oneof![3 => Just(100u32), 1 => 100u32..=300],
+        ageing_steps in prop_oneof![1 => Just(0u32), 2 => 1u32..=12],
+        (max_bypasses, max_preemptions) in (0u32..=4, 0u32..=3),
         is_padded in any::<bool>(),
         max_queued in prop_oneof![4 => Just(64u32), 1 => 1u32..=4],
         (max_moves, forced_moves) in (prop_oneof![1 => Just(0u32), 4 => 1u32..=3, 4 => Just(64u32)], 0u32..=3),
@@ -83,13 +96,20 @@ prop_compose! {
             long_prefill_token_threshold: threshold,
             enable_prefix_caching: enable_prefix_caching && !contiguous,
             watermark_blocks: watermark.min(num_blocks - 1),
-            key: if is_priority { KeyPolicy::Priority } else { KeyPolicy::Fcfs },
+            key,
             admission: match (scope.is_static, is_padded) {
-                (false, _) => Admission::Optimistic,
+                (false, _) => admission,
                 (true, false) => Admission::StaticGang,
                 (true, true) => Admission::StaticPadded,
             },
+            peak_percent,
             max_queued,
+            max_queued_tokens: 1 << 40,
+            ageing_steps,
+            max_bypasses,
+            max_preemptions,
+            fair_input_weight: 1,
+            fair_output_weight: 2,
             hash_seed: 5,
             num_records: 4,
             max_moves,
@@ -107,6 +127,8 @@ prop_compose! {
         flip in prop_oneof![2 => Just(None), 1 => (0usize..14).prop_map(Some)],
         max_tokens in prop_oneof![3 => 1i64..=10, 1 => 1i64..=40],
         priority in -1i32..=2,
+        (tenant, expected_tokens) in (0u64..=2, prop_oneof![2 => Just(None), 1 => (0u32..=12).prop_map(Some)]),
+        (ttft_target_us, itl_target_us) in (0u64..=60, 0u64..=8),
         (stops, salt, flavour) in (0u8..8, 0u128..=1, 0u64..=2),
         (parked, host_masked, reads_prefix_cache) in
             (prop::bool::weighted(0.1), prop::bool::weighted(0.15), prop::bool::weighted(0.9)),
@@ -121,6 +143,10 @@ prop_compose! {
             prompt,
             max_tokens,
             priority,
+            tenant,
+            expected_tokens,
+            ttft_target_us,
+            itl_target_us,
             stop_ids: match stops { 0 => vec![1], 1 => vec![2, 0], _ => vec![] },
             salt,
             parked,

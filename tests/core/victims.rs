@@ -1,6 +1,6 @@
 //! Who leaves when the pool is full, and who may push whom aside: chapter 3 of DESIGN.md, rule by rule.
 
-use noria_core::{Config, EventKind, FinishReason, KeyPolicy};
+use noria_core::{Admission, Config, EventKind, FinishReason, KeyPolicy};
 
 use crate::support::{Ask, World};
 
@@ -14,6 +14,7 @@ fn config(num_blocks: u32, num_seats: u32) -> Config {
         vocab_size: 100,
         depth: 1,
         key: KeyPolicy::Priority,
+        admission: Admission::Optimistic,
         ..Config::default()
     }
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noria.config import EngineConfig, model_path, torch_device
+from noria.config import ADMISSIONS, SCHEDULING_POLICIES, EngineConfig, model_path, torch_device
 from noria.errors import ConfigError, ModelError
 from noria.memory import available_host_bytes
 
@@ -30,6 +30,10 @@ TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
     [
         ("dtype", "int8", "auto, float64"),
         ("scheduling_policy", "lifo", "fcfs, priority"),
+        ("admission", "hopeful", "peak, reserve, optimistic"),
+        ("peak_percent", 99, "from 100 to 1000"),
+        ("max_queued_tokens", 0, "from 1"),
+        ("fair_input_weight", 0, "from 1 to 65536"),
         ("batching", "dynamic", "continuous, padded, gang"),
         ("depth", 0, "from 1 to 3"),
         ("depth", 4, "from 1 to 3"),
@@ -125,9 +129,10 @@ def test_a_core_has_the_configurations_values() -> None:
 
 
 @pytest.mark.parametrize("batching", ["continuous", "padded", "gang"])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_every_choice_makes_a_core(batching: str, policy: str) -> None:
-    config = EngineConfig(model="m", batching=batching, scheduling_policy=policy)
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_every_choice_makes_a_core(batching: str, policy: str, admission: str) -> None:
+    config = EngineConfig(model="m", batching=batching, scheduling_policy=policy, admission=admission)
     config.resolve_without_model(vocab_size=10, max_model_len=64).core()
 
 

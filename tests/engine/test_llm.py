@@ -22,9 +22,11 @@ from noria import (
     ModelError,
     NoriaError,
     PromptTooLongError,
+    QueueFullError,
     RejectedError,
     RequestOutput,
     SamplingParams,
+    SchedulingHints,
     TokenizerError,
     TokenOutOfRangeError,
     _core,
@@ -175,11 +177,36 @@ def test_lower_priorities_run_first(make_llm: MakeLLM) -> None:
     assert finished[1] < finished[2] < finished[0]
 
 
+def test_hints_order_requests_and_change_no_token(make_llm: MakeLLM) -> None:
+    prompts = [[5], [6], [7]]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = ids(make_llm().generate(prompts, params))
+    llm = make_llm(scheduling_policy="sjf", max_num_seqs=1)
+    hints = [SchedulingHints(tenant="a", expected_tokens=num) for num in (19, 3, 7)]
+    outputs = llm.generate(prompts, params, hints=hints)
+    assert ids(outputs) == expected
+    finished = [output.metrics.finished_time for output in outputs if output.metrics is not None]
+    assert finished[1] < finished[2] < finished[0]
+    with pytest.raises(RejectedError, match="2 hints were given for 3 prompts"):
+        llm.generate(prompts, params, hints=hints[:2])
+    with pytest.raises(RejectedError, match="expected_tokens is 0"):
+        SchedulingHints(expected_tokens=0)
+
+
+def test_more_than_may_wait_is_refused_by_number(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=1, max_queued_requests=2)
+    with pytest.raises(QueueFullError, match="prompt 2: 2 requests wait already"):
+        llm.generate([[5]] * 3, GREEDY)
+    llm = make_llm(max_num_seqs=1, max_queued_tokens=10)
+    with pytest.raises(QueueFullError, match="prompt 1: 12 tokens would wait with this prompt, but 10 may"):
+        llm.generate([[5] * 6] * 2, GREEDY)
+
+
 def test_a_small_cache_preempts_and_says_so(make_llm: MakeLLM) -> None:
     prompts = [[seed] * 30 for seed in range(5, 11)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = ids(make_llm(max_num_seqs=1).generate(prompts, params))
-    llm = make_llm(num_kv_blocks=10, enable_prefix_caching=False)
+    llm = make_llm(num_kv_blocks=10, enable_prefix_caching=False, admission="optimistic")
     outputs = llm.generate(prompts, params)
     assert ids(outputs) == expected
     preempted = sum(output.metrics.num_preemptions for output in outputs if output.metrics is not None)
@@ -240,7 +267,7 @@ def test_a_request_that_breaks_its_step_ends_alone(llm: LLM, monkeypatch: pytest
     forward = network.forward
 
     def breaks_on_96(ops: Any) -> Any:
-        if (ops._inputs.input_ids == 96).any():
+        if (ops.inputs.input_ids == 96).any():
             raise ValueError("token 96 is poison")
         return forward(ops)
 

@@ -7,6 +7,7 @@ import pytest
 from null_harness import EOS, NullRequest, NullRun, random_prompt, small_config
 
 from noria import _core
+from noria.config import ADMISSIONS, SCHEDULING_POLICIES
 from noria.engine import EngineDeadError
 from noria.errors import MaxTokensError, NeverFitsError, PromptTooLongError, TokenOutOfRangeError
 from noria.runner.base import Drafts, SeatInit
@@ -44,7 +45,8 @@ def test_answers_are_the_scripts_for_random_mixes(
             max_partial_prefills=int(rng.integers(1, 4)),
             long_prefill_token_threshold=int(rng.choice([0, 1, 7])),
             enable_prefix_caching=bool(rng.integers(0, 2)),
-            scheduling_policy=str(rng.choice(["fcfs", "priority"])),
+            scheduling_policy=str(rng.choice(SCHEDULING_POLICIES)),
+            admission=str(rng.choice(ADMISSIONS)),
         ),
         eos_positions={request.seed: int(rng.integers(0, 30)) for request in requests[::3]},
         runner=runner,

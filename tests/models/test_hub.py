@@ -130,5 +130,8 @@ def test_a_path_comes_before_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some" / "model").mkdir(parents=True)
     assert local_model("some/model") == Path("some/model")
+    for name in ("~no-such-user/model", "x" * 5000):
+        with pytest.raises(ModelError, match="does not exist"):
+            local_model(name)
     with pytest.raises(ModelError, match=r"'\./some/other' does not exist; give a model's folder"):
         local_model("./some/other")

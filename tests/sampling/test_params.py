@@ -8,6 +8,7 @@ import pytest
 
 from noria.errors import RejectedError, SamplingParamsError
 from noria.sampling import SamplingParams
+from noria.sampling.params import default_params
 
 
 def test_the_defaults_are_those_of_vllm() -> None:
@@ -47,6 +48,30 @@ def test_the_defaults_are_those_of_vllm() -> None:
         ("stop_token_ids", "12", "stop_token_ids must be a sequence of token ids; got '12'"),
         ("stop_token_ids", [3, -1], r"stop_token_ids\[1\] must be from 0 to 2147483647; got -1"),
         ("stop_token_ids", [3, "4"], r"stop_token_ids\[1\] must be a token id; got '4'"),
+        ("n", 0, "n must be 1 or more; got 0"),
+        ("n", 16385, "n must be at most 16384; got 16385"),
+        ("n", 1.5, "n must be an integer, 1 or more; got 1.5"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be a finite number above 0; got 0.0"),
+        ("repetition_penalty", math.inf, "repetition_penalty must be a finite number above 0; got inf"),
+        ("presence_penalty", 2.5, "presence_penalty must be from -2 to 2; got 2.5"),
+        ("frequency_penalty", math.nan, "frequency_penalty must be from -2 to 2; got nan"),
+        ("frequency_penalty", "1", "frequency_penalty must be a number from -2 to 2; got '1'"),
+        ("logit_bias", [1], r"logit_bias must be a mapping from token ids to biases; got \[1\]"),
+        ("logit_bias", {3: 101}, r"logit_bias\[3\] must be from -100 to 100; got 101"),
+        ("logit_bias", {-3: 1}, "a key of logit_bias must be from 0 to 2147483647; got -3"),
+        ("logit_bias", {"a": 1}, "a key of logit_bias must be a token id; got 'a'"),
+        ("allowed_token_ids", [], r"allowed_token_ids must be at least one token id, or None; got \[\]"),
+        ("allowed_token_ids", [-1], r"allowed_token_ids\[0\] must be from 0 to 2147483647; got -1"),
+        ("bad_words", ["a", ""], r"bad_words\[1\] must be a text that is not empty; got ''"),
+        ("stop", 5, "stop must be a text or a list of texts; got 5"),
+        ("stop", [""], r"stop\[0\] must be a text that is not empty; got ''"),
+        ("min_tokens", -1, "min_tokens must be 0 or more; got -1"),
+        ("min_tokens", 17, "min_tokens must be at most max_tokens, 16; got 17"),
+        ("logprobs", -2, r"logprobs must be 0 or more \(-1 tells all\), or None; got -2"),
+        ("prompt_logprobs", True, "prompt_logprobs must be an integer, 0 or more .* got True"),
+        ("logits_processors", [5], r"logits_processors must be a list of functions, or None; got \[5\]"),
+        ("structured_outputs", {}, "structured_outputs must be StructuredOutputsParams or None; got {}"),
+        ("include_stop_str_in_output", 1, "include_stop_str_in_output must be True or False; got 1"),
         ("ignore_eos", 1, "ignore_eos must be True or False; got 1"),
         ("detokenize", None, "detokenize must be True or False; got None"),
     ],
@@ -56,7 +81,7 @@ def test_a_bad_value_is_named_with_its_limit(name: str, value: object, expected:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert isinstance(raised.value, RejectedError)
     assert "\n" not in str(raised.value)
-    if name != "stop_token_ids":
+    if isinstance(value, int | float | str):
         assert raised.value.value is value or raised.value.value == value or value != value
 
 
@@ -91,6 +116,24 @@ def test_numbers_of_numpy_are_taken_as_python_numbers() -> None:
     assert (type(params.top_k), params.top_k) == (int, 3)
     assert params.stop_token_ids == (7,)
     assert type(params.stop_token_ids[0]) is int
+
+
+def test_lists_are_taken_as_they_are_meant() -> None:
+    params = SamplingParams(
+        stop="a", bad_words=None, logit_bias={"5": 1, 6: -2}, max_tokens=None, min_tokens=99
+    )  # type: ignore[dict-item]
+    assert (params.stop, params.bad_words, params.logit_bias) == (("a",), (), {5: 1.0, 6: -2.0})
+    with pytest.raises(SamplingParamsError, match="detokenize must be True where stop has texts; got False"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_the_defaults_of_a_model_are_checked() -> None:
+    assert default_params({"temperature": 0.6, "top_k": 20.0}) == SamplingParams(temperature=0.6, top_k=20)
+    assert default_params({}) == SamplingParams()
+    with pytest.raises(
+        SamplingParamsError, match=r"generation_config\.json of the model: top_p must be above 0"
+    ):
+        default_params({"top_p": 0})
 
 
 def test_parameters_are_frozen_and_hashable() -> None:

@@ -151,3 +151,46 @@ def test_a_template_that_is_not_valid_names_its_line() -> None:
 def test_a_message_that_is_none_is_named_by_its_place(bad: Any) -> None:
     with pytest.raises(RejectedError, match="message 1 must be a mapping with a 'role'; got"):
         ChatTemplate("x", {}).render([CHAT[0], bad])
+
+
+PLAIN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+READS_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}<{{ part.type }}:{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
+SETS_PARTS = (
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% for part in content %}<{{ part['text'] }}>{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [(PLAIN, "[user] one\ntwo\n"), (READS_PARTS, "<text:one><text:two>"), (SETS_PARTS, "<one><two>")],
+)
+def test_text_parts_go_to_templates_as_they_read_them(source: str, expected: str) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": parts}]) == expected
+    assert parts[1]["type"] == "input_text"
+
+
+def test_smollm2_takes_parts_and_tools_and_a_system_message(smollm2: Tokenizer) -> None:
+    whole = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}]
+    parts = [whole[0], {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
+    expected = smollm2.apply_chat_template(whole)
+    assert smollm2.apply_chat_template(parts, tools=[{"type": "function"}]) == expected
+    assert "Be brief." in expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (5, "the content of message 0 must be a text or a list of parts; got int"),
+        ([{"type": "image_url"}], "part 0 of message 0 is of type 'image_url'; only text is read"),
+        (["a", {"type": "text"}], "part 1 of message 0 has no text"),
+        ([7], "part 0 of message 0 must be a text or a mapping; got int"),
+    ],
+)
+def test_content_that_is_not_text_is_named(content: Any, expected: str) -> None:
+    with pytest.raises(RejectedError, match=expected):
+        ChatTemplate(PLAIN, {}).render([{"role": "user", "content": content}])

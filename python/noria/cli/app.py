@@ -6,7 +6,7 @@ from importlib import metadata
 
 from cyclopts import App
 
-from noria.cli import bench, chat, demo, env, generate
+from noria.cli import batch, bench, bench_cases, chat, demo, env, generate, models
 from noria.cli.overview import START_HERE, TITLE
 
 
@@ -23,11 +23,14 @@ def build_app() -> App:
     )
     _add(app, generate.generate, generate.EXAMPLES)
     _add(app, chat.chat, chat.EXAMPLES)
+    _add(app, batch.batch, batch.EXAMPLES)
     _add(app, demo.demo, demo.EXAMPLES)
+    _add(app, models.models, models.EXAMPLES)
     _add(app, env.env, env.EXAMPLES)
     benches = App(name="bench", help="Measure throughput and the cost of scheduling.")
     _add(benches, bench.throughput, bench.THROUGHPUT_EXAMPLES)
     _add(benches, bench.scheduler, bench.SCHEDULER_EXAMPLES)
+    _add(benches, bench_cases.cases, bench_cases.EXAMPLES)
     app.command(benches)
     return app
 

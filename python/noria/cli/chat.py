@@ -104,8 +104,7 @@ class Conversation:
             RejectedError: the conversation does not fit the context.
             KeyboardInterrupt: the answer was cut short.
         """
-        from noria import _core
-        from noria.cli.answer import AnswerText
+        from noria.cli.answer import AnswerPieces
 
         assert self._llm.tokenizer is not None
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -113,12 +112,10 @@ class Conversation:
         prompt = self._llm.tokenizer.encode(
             self._llm.tokenizer.apply_chat_template(asked), add_special_tokens=False
         )
-        answer, pieces = AnswerText(self._llm.tokenizer), list[str]()
+        answer, pieces = AnswerPieces(self._llm, self._params), list[str]()
 
         def show(events: "Events", _indices: "npt.NDArray[np.int64]") -> None:
-            reasons = events.rows[events.kinds == _core.FINISHED, 2].tolist()
-            ids = events.rows[events.kinds == _core.TOKEN, 2].tolist()
-            pieces.append(answer.push(ids, reasons[0] if reasons else None))
+            pieces.append(answer.take(events))
             sys.stdout.write(pieces[-1])
             sys.stdout.flush()
 

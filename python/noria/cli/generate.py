@@ -1,7 +1,10 @@
 """`noria generate`: prompts in, answers out."""
 
+import json
+import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -11,6 +14,7 @@ from noria.cli.options import (
     EngineFlags,
     ModelFlags,
     SamplingFlags,
+    parse_biases,
     parse_ids,
     resolve_model,
 )
@@ -22,12 +26,15 @@ if TYPE_CHECKING:
 
     from noria.llm import LLM
     from noria.outputs import Events, RequestOutput
+    from noria.prompts import PromptInput
     from noria.sampling.params import SamplingParams
 
 EXAMPLES = """Examples:
 
   noria generate smollm2 --chat "Why is the sky blue?"
   noria generate ./model.gguf "Once upon a time" "The sea" --temperature 0.8
+  noria generate smollm2 --chat --stop "." - < question.txt
+  noria generate smollm2 --json-lines - < prompts.jsonl > answers.jsonl
 """
 
 _NO_MODEL_FLAGS = ModelFlags()
@@ -35,6 +42,7 @@ _NO_ENGINE_FLAGS = EngineFlags()
 _NO_SAMPLING_FLAGS = SamplingFlags()
 _HEADER_CHARS = 72
 _MAX_TOKENS = 128
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 
 
 def generate(
@@ -42,7 +50,9 @@ def generate(
     prompts: Annotated[
         tuple[str, ...],
         Parameter(
-            show_default=False, help="One is answered as its tokens come; several are answered together."
+            show_default=False,
+            allow_leading_hyphen=True,  # for -
+            help="One is answered as its tokens come; several are answered together. - reads standard input.",
         ),
     ] = (),
     /,
@@ -59,6 +69,14 @@ def generate(
         bool,
         Parameter(
             negative="", help="Put each prompt through the model's chat template, as a user's message."
+        ),
+    ] = False,
+    json_lines: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="A line of JSON an answer, in the prompts' order. What - reads is then lines of JSON too: "
+            'a text, a list of token ids, or {"prompt": text}. For more, see noria batch.',
         ),
     ] = False,
     system: Annotated[str | None, Parameter(help="With --chat: a system message before each prompt.")] = None,
@@ -80,9 +98,11 @@ def generate(
         raise ConfigError("--system needs --chat", name="--system", value=system)
     given_ids = [parse_ids(text, "--prompt-token-ids") for text in prompt_token_ids]
     path = resolve_model(model)
-    params = sampling_params(
-        sampling, max_tokens=_MAX_TOKENS
-    )  # before the weights: its errors need not wait for them
+    # Before the weights: its errors need not wait for them.
+    params = sampling_params(sampling, max_tokens=_MAX_TOKENS)
+    given: list[PromptInput] = [*_with_stdin(prompts, json_lines), *given_ids]
+    if chat and not all(isinstance(prompt, str) for prompt in given):
+        raise ConfigError("--chat needs texts; standard input has other prompts", name="--chat", value=chat)
 
     from noria.llm import LLM
 
@@ -91,23 +111,56 @@ def generate(
         dtype=model_flags.dtype,
         device=model_flags.device,
         max_model_len=model_flags.max_model_len,
-        max_num_seqs=min(engine_flags.max_num_seqs, len(prompts) + len(given_ids)),  # no more KV than needed
+        max_num_seqs=max(1, min(engine_flags.max_num_seqs, len(given))),  # no more KV than needed
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,
         block_size=engine_flags.block_size,
         num_kv_blocks=engine_flags.num_kv_blocks,
         enable_prefix_caching=engine_flags.enable_prefix_caching,
         depth=engine_flags.depth,
     ) as llm:
-        texts = list(prompts)
-        inputs: list[str | list[int]] = [
-            *(chat_ids(llm, text, system) if chat else text for text in texts),
-            *given_ids,
+        inputs = [
+            chat_ids(llm, prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given
         ]
-        headers = [*texts, *(f"token ids {','.join(map(str, ids))}" for ids in given_ids)]
-        if len(inputs) == 1:
+        if json_lines:
+            _print_lines(llm.generate(inputs, params, on_error="return"), given)
+        elif len(inputs) == 1:
             _stream_one(llm, inputs[0], params)
         else:
-            _print_all(llm.generate(inputs, params), headers)
+            _print_all(llm.generate(inputs, params), [_header(prompt) for prompt in given])
+
+
+def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]":
+    """The prompts, with what standard input holds in the place of `-`."""
+    given: list[PromptInput] = []
+    for prompt in prompts:
+        if _OPTION.fullmatch(prompt):
+            raise ConfigError(f"Unknown option: {prompt}. Try --help.", name=prompt, value=prompt)
+        if prompt != "-":
+            given.append(prompt)
+        elif json_lines:
+            lines = enumerate(sys.stdin, start=1)
+            given += [_from_json(line, number) for number, line in lines if line.strip()]
+        else:
+            given.append(sys.stdin.read().removesuffix("\n"))
+    return given
+
+
+def _from_json(line: str, number: int) -> "PromptInput":
+    try:
+        prompt = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"line {number} of standard input is not valid JSON ({error})", name="PROMPT", value=line
+        ) from None
+    if isinstance(prompt, dict) and list(prompt) == ["prompt"]:
+        prompt = prompt["prompt"]  # --chat takes it as it takes a text
+    if isinstance(prompt, str | list | dict):
+        return prompt
+    raise ConfigError(
+        f'line {number} of standard input must be a text, a list of token ids or {{"prompt": text}}',
+        name="PROMPT",
+        value=line,
+    )
 
 
 def sampling_params(flags: SamplingFlags, *, max_tokens: int | None) -> "SamplingParams":
@@ -119,7 +172,7 @@ def sampling_params(flags: SamplingFlags, *, max_tokens: int | None) -> "Samplin
 
     Raises:
         SamplingParamsError: a value is out of its range.
-        ConfigError: `--stop-token-ids` is no list of integers.
+        ConfigError: `--stop-token-ids` is no list of integers, or `--logit-bias` no list of biases.
     """
     from noria.sampling.params import SamplingParams
 
@@ -129,8 +182,14 @@ def sampling_params(flags: SamplingFlags, *, max_tokens: int | None) -> "Samplin
         top_k=flags.top_k,
         top_p=flags.top_p,
         min_p=flags.min_p,
+        repetition_penalty=flags.repetition_penalty,
+        presence_penalty=flags.presence_penalty,
+        frequency_penalty=flags.frequency_penalty,
+        logit_bias=None if flags.logit_bias is None else parse_biases(flags.logit_bias, "--logit-bias"),
         seed=time.time_ns() if flags.seed is None else flags.seed,
         max_tokens=max_tokens if flags.max_tokens is None else flags.max_tokens,
+        min_tokens=flags.min_tokens,
+        stop=flags.stop or None,
         stop_token_ids=stop_ids,
         ignore_eos=flags.ignore_eos,
     )
@@ -145,17 +204,13 @@ def chat_ids(llm: "LLM", text: str, system: str | None = None) -> list[int]:
     return llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
-def _stream_one(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> None:
-    from noria import _core
-    from noria.cli.answer import AnswerText
+def _stream_one(llm: "LLM", prompt: "PromptInput", params: "SamplingParams") -> None:
+    from noria.cli.answer import AnswerPieces
 
-    assert llm.tokenizer is not None
-    answer = AnswerText(llm.tokenizer)
+    answer = AnswerPieces(llm, params)
 
     def show(events: "Events", _indices: "npt.NDArray[np.int64]") -> None:
-        reasons = events.rows[events.kinds == _core.FINISHED, 2].tolist()
-        ids = events.rows[events.kinds == _core.TOKEN, 2].tolist()
-        piece = answer.push(ids, reasons[0] if reasons else None)
+        piece = answer.take(events)
         if piece:
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -171,6 +226,24 @@ def _stream_one(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -
         if len(completion.token_ids) > 1 and decode_s > 0:
             line += f", then {(len(completion.token_ids) - 1) / decode_s:.1f} tokens/s"
     print(f"{line}; finish reason: {completion.finish_reason}", file=sys.stderr)
+
+
+def _header(prompt: "PromptInput") -> str:
+    return prompt if isinstance(prompt, str) else f"token ids {','.join(map(str, prompt))}"
+
+
+def _print_lines(outputs: "list[RequestOutput]", given: "Sequence[PromptInput]") -> None:
+    for output, prompt in zip(outputs, given, strict=True):
+        completion = output.outputs[0]
+        told = {
+            "prompt": prompt,
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_output_tokens": len(completion.token_ids),
+            "error": output.error,
+        }
+        print(json.dumps(told, ensure_ascii=False), flush=True)
 
 
 def _print_all(outputs: "list[RequestOutput]", headers: list[str]) -> None:

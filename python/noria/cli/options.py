@@ -21,7 +21,7 @@ MODEL_HELP = (
 )
 
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "sjf", "deadline", "fair", "prefix"]
 
 
 @Parameter(name="*")
@@ -87,6 +87,22 @@ class SamplingFlags:
     min_p: Annotated[
         float, Parameter(help="Drop tokens below this share of the likeliest one's probability; 0 keeps all.")
     ] = 0.0
+    repetition_penalty: Annotated[
+        float, Parameter(help="Above 1: tokens of prompt and output become less likely; 1 is none.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, Parameter(help="Above 0: tokens of the output become less likely; -2 to 2.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Parameter(help="The same, for each time that a token came; -2 to 2.")
+    ] = 0.0
+    logit_bias: Annotated[
+        str | None,
+        Parameter(
+            help="Added to the logits of token ids: 13:-100,5:2.5. -100 bans one. [default: none]",
+            allow_leading_hyphen=True,
+        ),
+    ] = None
     seed: Annotated[
         int | None, Parameter(help="Makes sampling repeatable, whatever shares the batch. [default: random]")
     ] = None
@@ -94,6 +110,16 @@ class SamplingFlags:
         int | None,
         Parameter(help="Longest output, tokens. [default: 128; in chat, what the context leaves]"),
     ] = None
+    min_tokens: Annotated[int, Parameter(help="No stop ends the output before so many tokens.")] = 0
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            show_default=False,
+            allow_leading_hyphen=True,
+            help="A text that ends the output, and is cut off; may be repeated.",
+        ),
+    ] = ()
     stop_token_ids: Annotated[
         str | None,
         Parameter(help="Token ids that end the output too, comma-separated: 2,13. [default: none]"),
@@ -101,6 +127,27 @@ class SamplingFlags:
     ignore_eos: Annotated[bool, Parameter(help="Go on past the end-of-sequence token, to --max-tokens.")] = (
         False
     )
+
+
+def parse_biases(text: str, flag: str) -> dict[int, float]:
+    """Biases by token id from `"13:-100,5:2.5"`.
+
+    Raises:
+        ConfigError: a piece is no id and number, or an id comes twice; names the flag.
+    """
+    biases: dict[int, float] = {}
+    for piece in text.replace(",", " ").split():
+        token_id, _, bias = piece.partition(":")
+        try:
+            key, value = int(token_id), float(bias)
+        except ValueError:
+            raise ConfigError(
+                f"{flag}: {piece!r} is not ID:BIAS, such as 13:-100", name=flag, value=text
+            ) from None
+        if key in biases:
+            raise ConfigError(f"{flag}: token id {key} comes twice", name=flag, value=text)
+        biases[key] = value
+    return biases
 
 
 def resolve_model(text: str) -> Path:

@@ -13,9 +13,11 @@ START_HERE = """Start here:
 SUMMARIES = {
     "generate": "Answer one prompt or several.",
     "chat": "Talk with a model.",
+    "batch": "Answer a file of requests.",
     "demo": "Watch a real model answer 64 questions on 8 seats, then compare with static batching.",
     "bench throughput": "Output tokens per second, steps, occupancy and latencies of a workload.",
     "bench scheduler": "Cost of the decision core in steady decode, seen from Python.",
+    "models": "List what is supported; of one model, show its shape, its memory, and what fits.",
     "env": "Show machine, instruction sets, memory and versions, and what 'auto' means here.",
 }
 """The first sentence of each command's help."""

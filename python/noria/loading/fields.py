@@ -60,15 +60,17 @@ class JsonFields:
         """Whether the key is there, and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, most: int = _MAX_INTEGER) -> int:
-        """A whole number from 1 to `most`."""
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = _MAX_INTEGER
+    ) -> int:
+        """A whole number from `least` to `most`."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, "a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(key, f"a whole number of at least {least}")
         if value > most:
             raise self.error(key, f"at most {most}")
         return value
@@ -79,15 +81,14 @@ class JsonFields:
         if value is None and default is not None:
             return default
         expected = "a number above 0" if least is None else f"a number of at least {least:g}"
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.error(key, expected)
+        if not (value > 0 if least is None else least <= value) or value == math.inf:
             raise self.error(key, expected)
         try:
-            number = float(value)
+            return float(value)
         except OverflowError:
             raise self.error(key, "a number that a double can hold") from None
-        if least is not None and number < least:
-            raise self.error(key, expected)
-        return number
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""

@@ -8,7 +8,7 @@ from noria.errors import ModelError
 from noria.loading.fields import JsonFields
 from noria.loading.hf_config import with_generation_defaults
 from noria.models.config import ModelConfig
-from noria.models.registry import known_family
+from noria.models.registry import known_family, unknown_architecture
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +25,21 @@ def read_hf_config(directory: Path) -> ModelConfig:
         ModelError: a file or a key is missing, of the wrong kind, or asks for what noria does not run.
     """
     fields = JsonFields.of_file(directory / "config.json")
-    family = known_family(fields.path, fields.names("architectures"))
+    names = fields.names("architectures")
+    family = known_family(names)
     if fields.has("quantization_config"):
         raise ModelError(
             f"{fields.path}: quantised checkpoints are not supported (it has 'quantization_config')"
         )
-    return with_generation_defaults(family.read_hf(fields), directory)
+    if family is not None:
+        return with_generation_defaults(family.read_hf(fields), directory)
+    from noria.models.foreign import read_foreign_config
+
+    for name in names:
+        config = read_foreign_config(directory, name)
+        if config is not None:
+            return with_generation_defaults(config, directory)
+    raise unknown_architecture(fields.path, names)
 
 
 class HfWeights:

@@ -25,15 +25,9 @@ def with_generation_defaults(config: ModelConfig, directory: Path) -> ModelConfi
     if not path.exists():
         return config
     fields = JsonFields.of_file(path)
-    params: dict[str, float] = {}
-    for key in _SAMPLING_KEYS:
-        if not fields.has(key):
-            continue
-        value = fields.values[key]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
-            raise fields.error(key, "a number of at least 0")
-        params[key] = value  # type: ignore[assignment]
+    params = {key: fields.number(key, least=0) for key in _SAMPLING_KEYS if fields.has(key)}
+    if "top_k" in params:
+        params["top_k"] = fields.integer("top_k", least=0)
     if fields.has("do_sample") and not fields.boolean("do_sample", False):
         params = {key: value for key, value in params.items() if key == "repetition_penalty"}
         params["temperature"] = 0.0

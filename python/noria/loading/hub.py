@@ -32,6 +32,7 @@ _WANTED = (
 _UNWANTED = ("*/*", "consolidated*")
 """Folders of other formats, and Mistral's own format beside the common one."""
 _MAX_NAMED = 5
+_MAX_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,14 @@ def local_model(text: str) -> Path:
     Raises:
         ModelError: it is neither a path nor a hub's name, or the hub does not give it.
     """
-    path = Path(text).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError):  # a name too long for a file; the home of a user who is not there
+        raise ModelError(f"model {text[:_MAX_SHOWN]!r} does not exist") from None
+    if is_folder or (is_file and path.suffix.lower() == ".gguf"):
         return path
-    if path.is_file():
+    if is_file:
         raise ModelError(
             f"model {text!r} is a file that does not end in .gguf; give that, or a model's folder"
         )
@@ -84,7 +89,7 @@ def fetch_model(name: HubName) -> Path:
     Raises:
         ModelError: the hub has no such model, or does not give it, or cannot be reached.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -100,7 +105,8 @@ def fetch_model(name: HubName) -> Path:
                 ignore_patterns=list(_UNWANTED),
             )
         )
-    except (OSError, ValueError) as error:  # what huggingface_hub raises is one of these
+    # Its own errors are of the first two kinds; what the line says may be its HTTP library's, which changed.
+    except (OSError, ValueError, vars(errors)["HTTPError"]) as error:
         raise ModelError(_reason(name, error)) from None
     if not (folder / "config.json").exists():
         raise ModelError(f"model {_shown(name)!r} on the hub has no config.json{_gguf_files(name)}")

@@ -1,6 +1,7 @@
 """From named tensors in files to a model's parameters on their device: checked, converted, fused."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -55,6 +56,7 @@ class TorchWeights:
         self._bar = bar
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._used: set[str] = set()
 
     def table(self, name: str, rows: int, columns: int) -> torch.Tensor:
@@ -65,7 +67,7 @@ class TorchWeights:
     def vector(self, name: str, size: int, *, plus_one: bool = False) -> torch.Tensor:
         """A vector, `[size]`; with 1 added it is float32 at least, as it is applied before rounding."""
         if plus_one:
-            return self._stacked([(name, (size,))], self._wide).add_(1)
+            return self._stacked([(name, (size,))], dtype=self._wide).add_(1)
         return self._stacked([(name, (size,))])
 
     def rope(self, rope: RopeConfig) -> Rope[torch.Tensor]:
@@ -75,7 +77,8 @@ class TorchWeights:
 
     def linear(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:
         """Linear maps of one input as one, stacked in order."""
-        weight = self._stacked([(f"{name}.weight", (size, in_features)) for name, size in parts])
+        weights = [(f"{name}.weight", (size, in_features)) for name, size in parts]
+        weight = self._stacked(weights, is_packed=self._kernel.packs)
         bias = self._stacked([(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
         return self._kernel.linear(weight, bias)
 
@@ -86,7 +89,8 @@ class TorchWeights:
         """
         table = self._tables[name]
         if self._source.shape("lm_head.weight") is not None:
-            head = self._stacked([("lm_head.weight", (out_features, in_features))])
+            parts = [("lm_head.weight", (out_features, in_features))]
+            head = self._stacked(parts, is_packed=self._kernel.packs)
             if not torch.equal(head, table):
                 return self._kernel.linear(head, None)
         return self._kernel.linear(table, None)
@@ -107,9 +111,17 @@ class TorchWeights:
             )
 
     def _stacked(
-        self, parts: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype | None = None
+        self,
+        parts: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        dtype: torch.dtype | None = None,
+        is_packed: bool = False,
     ) -> torch.Tensor:
-        """Tensors of these names and shapes, one below the other."""
+        """Tensors of these names and shapes, one below the other.
+
+        What will be packed, and so copied, is stacked in memory that the next such call takes again: freed
+        and allocated anew, it leaves holes of a tenth of the model.
+        """
         for name, shape in parts:
             found = self._source.shape(name)
             if found is None:
@@ -119,8 +131,13 @@ class TorchWeights:
                     f"{self._source.file_of(name)}: tensor {name!r} should have shape {list(shape)}, "
                     f"found {list(found)}"
                 )
-        rows = sum(shape[0] for _, shape in parts)
-        stacked = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or self._dtype, device=self._device)
+        shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+        if is_packed:
+            if self._scratch.numel() < math.prod(shape):
+                self._scratch = self._scratch.new_empty(math.prod(shape))
+            stacked = self._scratch[: math.prod(shape)].view(shape)
+        else:
+            stacked = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         first = 0
         for name, shape in parts:
             self._source.copy_into(name, stacked[first : first + shape[0]])

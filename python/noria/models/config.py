@@ -66,6 +66,8 @@ class ModelConfig:
         attention_scale: of q · k; None: `head_dim ** -0.5`.
         attention_softcap: bound of attention scores; None: none.
         logits_softcap: bound of logits; None: none.
+        is_foreign: transformers' own modules run it; of the fields from `rotary_dim` on, only `vocab_size`,
+            `max_position_embeddings` and the special tokens are then its own.
         default_sampling_params: what the model's authors sample with, under the names of `SamplingParams`.
     """
 
@@ -94,6 +96,7 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    is_foreign: bool = False
     default_sampling_params: Mapping[str, float] = field(default_factory=dict)
 
     @property

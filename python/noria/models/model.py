@@ -23,7 +23,8 @@ from noria.loading.progress import LoadingBar
 from noria.loading.weights import TorchWeights, WeightSource
 from noria.models.config import ModelConfig
 from noria.models.family import Network
-from noria.models.registry import ARCHITECTURES
+from noria.models.foreign import load_foreign
+from noria.models.registry import ARCHITECTURES, implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class Model:
     max_model_len: int
     network: Network
     attention: Attention
+
+    @property
+    def implementation(self) -> str:
+        """A clause that says what runs it: noria's own forward, or transformers' modules."""
+        return implementation(self.config)
 
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Computes one step; K and V of its tokens are in the cache when it returns.
@@ -92,6 +98,10 @@ def load_model(
     else:
         config = read_hf_config(path)
         length = _length(max_model_len, config)
+        if config.is_foreign:
+            config, foreign = load_foreign(path, config, torch_dtype, device)
+            kernel = LinearKernel(False, "transformers' modules as they are")
+            return Model(config, torch_dtype, reason, device, kernel.reason, length, foreign, SdpaAttention())
         family = ARCHITECTURES[config.architecture]
         with HfWeights(path, family.hf_prefixes, family.hf_ignored) as tensors:
             network = _network(config, tensors, torch_dtype, device, kernel, length)

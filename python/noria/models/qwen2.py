@@ -17,14 +17,9 @@ def windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window; none, whatever else the file says, where `use_sliding_window` is off."""
     if not fields.boolean("use_sliding_window", False) or not fields.has("sliding_window"):
         return ()
-    num_full = 28 if not fields.has("max_window_layers") else _count(fields)
-    full, sliding = ["full_attention"], ["sliding_attention"]
-    num_full = min(num_full, num_layers)
-    return read_windows(fields, num_layers, full * num_full + sliding * (num_layers - num_full))
-
-
-def _count(fields: JsonFields) -> int:
-    return 0 if fields.values["max_window_layers"] == 0 else fields.integer("max_window_layers")
+    num_full = min(fields.integer("max_window_layers", 28, least=0), num_layers)
+    types = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    return read_windows(fields, num_layers, types)
 
 
 def _read_hf(fields: JsonFields) -> ModelConfig:

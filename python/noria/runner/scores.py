@@ -158,9 +158,9 @@ class HeadTap(TorchOps):
         return super().logits(x, head)
 
     def logits_of(self, tokens: torch.Tensor, softcap: float | None) -> torch.Tensor:
-        """`[n, vocab_size]` of tokens `[n]` of the step."""
-        if self.hidden is None or self.head is None:
-            raise RuntimeError("the model's forward made no logits through its ops")
+        """`[n, vocab_size]` of tokens `[n]` of the step, once `logits` was called."""
+        assert self.hidden is not None
+        assert self.head is not None
         logits = self.linear(self.hidden.index_select(0, tokens), self.head)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits if softcap is None else self.softcap(logits, softcap)

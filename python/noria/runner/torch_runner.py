@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -94,12 +95,17 @@ class TorchExecutor:
             if targets is None:
                 self._logits = self._model.forward(self._inputs(view), self._kv)
                 return
-            ops = HeadTap(self._inputs(view), self._kv, self._model.attention)
+            inputs = self._inputs(view)
+            ops = HeadTap(inputs, self._kv, self._model.attention)
             self._logits = self._model.network.forward(ops)
-            softcap = self._model.config.logits_softcap
-            self._prompt_scores = self._prompt_scorer.score(
-                targets, lambda tokens: ops.logits_of(tokens, softcap)
-            )
+
+            def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+                if ops.hidden is not None:
+                    return ops.logits_of(tokens, self._model.config.logits_softcap)
+                # A module of transformers has a head of its own: the step is computed again for these logits.
+                return self._model.forward(replace(inputs, logits_indices=tokens), self._kv)
+
+            self._prompt_scores = self._prompt_scorer.score(targets, logits_of)
 
     def sample(self, view: StepView, masks: HostMasks | None) -> PendingIds:
         with torch.inference_mode(), _device_errors():

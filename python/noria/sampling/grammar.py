@@ -1,6 +1,7 @@
 """Grammars: which tokens may come next so that an answer's text obeys its rule, through llguidance."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +16,11 @@ from noria.sampling.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from noria.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_WHITESPACE = r"( |\n {0,32})?"
+"""Between JSON's tokens: enough to indent. Without a bound, a small model may write spaces until its end."""
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -32,9 +38,9 @@ def grammar_of(rule: StructuredOutputsParams) -> str:
     kind = rule.kind
     if rule.json is not None:
         _check_keywords(rule.json)
-        grammar = matcher.grammar_from_json_schema(json.dumps(rule.json))
+        grammar = _json_grammar(rule.json, rule.disable_any_whitespace)
     elif rule.json_object:
-        grammar = matcher.grammar_from_json_schema('{"type": "object"}')
+        grammar = _json_grammar({"type": "object"}, rule.disable_any_whitespace)
     elif rule.regex is not None:
         grammar = matcher.grammar_from_regex(rule.regex)
     elif rule.choice is not None:
@@ -45,7 +51,15 @@ def grammar_of(rule: StructuredOutputsParams) -> str:
     is_error, messages = matcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise _error(kind, getattr(rule, kind), messages[0])
+    for message in messages:
+        _log.warning("structured_outputs.%s: %s", kind, " ".join(message.split()))
     return grammar
+
+
+def _json_grammar(schema: object, disable_any_whitespace: bool) -> str:
+    whitespace = "" if disable_any_whitespace else _WHITESPACE
+    text = json.dumps(schema)
+    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})
 
 
 def _lark_of(grammar: str) -> str:
@@ -85,6 +99,12 @@ def _error(kind: str, value: object, message: str) -> SamplingParamsError:
         keywords = unimplemented.group(1).replace('"', "'")
         return SamplingParamsError(
             f"structured_outputs.{kind} has the keyword {keywords}, which is not supported", value=value
+        )
+    if "oneOf constraints are not supported" in message:
+        return SamplingParamsError(
+            f"structured_outputs.{kind} has the keyword 'oneOf' with choices that may overlap, "
+            "which is not supported; anyOf is",
+            value=value,
         )
     told = " ".join(message.split())
     return SamplingParamsError(f"structured_outputs.{kind} is refused: {told[:300]}", value=value)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from noria.errors import SamplingParamsError
 from noria.sampling import checks
 from noria.sampling.structured import StructuredOutputsParams
 
@@ -15,6 +16,9 @@ LogitsProcessor = Callable[[list[int], "torch.Tensor"], "torch.Tensor"]
 
 _GREEDY_BELOW = 1e-5
 """vLLM's `_SAMPLING_EPS`: a temperature below it means the most likely token."""
+
+_MAX_N = 16384
+"""As vLLM: more is a mistake, and each answer is a request."""
 
 _MIN_SEED = -(2**63)
 _MAX_SEED = 2**63 - 1
@@ -43,7 +47,7 @@ class SamplingParams:
         bad_words: texts that the output never has (their token ids, with and without a space before them).
         seed: makes the tokens repeatable; the engine chooses one where it is None. A signed 64-bit integer.
         max_tokens: most tokens to generate; None generates until the context is full.
-        min_tokens: before so many tokens nothing ends the request but `max_tokens`.
+        min_tokens: before so many tokens no stop and no end of sequence ends the request.
         stop: texts that end it; the text is cut before the one that ends first.
         stop_token_ids: tokens that end the request, beside the model's end of sequence.
         include_stop_str_in_output: the text keeps what stopped it.
@@ -102,6 +106,8 @@ class SamplingParams:
 
     def _read_numbers(self) -> None:
         self._set("n", checks.integer_from("n", self.n, 1, "1 or more"))
+        if self.n > _MAX_N:
+            raise checks.error("n", self.n, f"at most {_MAX_N}", _MAX_N)
         temperature = checks.real("temperature", self.temperature, "a finite number, 0 or more")
         if not (checks.is_finite(temperature) and temperature >= 0.0):
             raise checks.error("temperature", self.temperature, "a finite number, 0 or more", 0.0)
@@ -172,3 +178,22 @@ class SamplingParams:
     def edits_on_host(self) -> bool:
         """Its logits are edited by Python between forward and sample."""
         return bool(self.logits_processors) or self.structured_outputs is not None
+
+
+def default_params(of_model: Mapping[str, float]) -> SamplingParams:
+    """The parameters of a request that brings none.
+
+    Args:
+        of_model: what the model's authors sample with, by name; the rest is as ever.
+
+    Raises:
+        SamplingParamsError: the model's files say what no request may.
+    """
+    values = dict(of_model)
+    top_k = values.pop("top_k", 0)
+    try:
+        return SamplingParams(**values, top_k=int(top_k))  # type: ignore[arg-type]
+    except SamplingParamsError as error:
+        raise SamplingParamsError(
+            f"generation_config.json of the model: {error}", value=error.value, limit=error.limit
+        ) from error

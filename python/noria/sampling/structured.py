@@ -19,6 +19,7 @@ class StructuredOutputsParams:
         choice: texts, of which the answer is one.
         grammar: a context-free grammar in Lark's syntax, or in llama.cpp's GBNF (rules written `root ::= …`).
         json_object: any JSON object.
+        disable_any_whitespace: JSON has no space between its tokens; else one, or a line break and an indent.
 
     Raises:
         SamplingParamsError: none or several are given, or one is of the wrong type.
@@ -29,6 +30,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
@@ -49,6 +51,8 @@ class StructuredOutputsParams:
                 raise _error(kind, value, "a text that is not empty")
         if self.json_object not in (None, True, False):
             raise _error("json_object", self.json_object, "True or None")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _error("disable_any_whitespace", self.disable_any_whitespace, "True or False")
 
     @property
     def kind(self) -> str:
@@ -67,6 +71,12 @@ def _schema(value: object) -> object:
             raise SamplingParamsError("structured_outputs.json is nested too deeply to be read") from None
     if not isinstance(value, (Mapping, bool)):
         raise _error("json", value, "a JSON schema")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise _error("json", value, f"a JSON schema, and it is no JSON ({error})") from None
+    except RecursionError:
+        raise SamplingParamsError("structured_outputs.json is nested too deeply to be read") from None
     return value
 
 

@@ -21,6 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from noria.errors import RejectedError, TokenizerError
+from noria.text.content import reads_parts, with_text_content
 
 Message = Mapping[str, object]
 """One turn: `role`, `content`, and what else the template reads."""
@@ -180,6 +181,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _ENVIRONMENT.from_string(source)
+            self._keeps_parts = reads_parts(_ENVIRONMENT.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
                 f"the chat template is not valid: {_sentence(error)} (line {error.lineno})"
@@ -196,7 +198,8 @@ class ChatTemplate:
         """The prompt for a chat.
 
         Args:
-            messages: the turns so far, oldest first.
+            messages: the turns so far, oldest first. A content of several text parts becomes one text, a line
+                each, where the template does not go through them itself.
             add_generation_prompt: ends with what opens the assistant's next turn.
             tools: JSON schemas of tools, if the template knows tools.
             variables: what else the template reads, by name.
@@ -212,7 +215,10 @@ class ChatTemplate:
         given = {
             **self._special_tokens,
             **(variables or {}),
-            "messages": [dict(message) for message in messages],
+            "messages": [
+                with_text_content(message, place, keeps_parts=self._keeps_parts)
+                for place, message in enumerate(messages)
+            ],
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,

@@ -70,6 +70,23 @@ impl Core {
 
 const EVENT_WORDS: usize = 4;
 
+const KEYS: [(&str, KeyPolicy); 6] = [
+    ("fcfs", KeyPolicy::Fcfs),
+    ("priority", KeyPolicy::Priority),
+    ("sjf", KeyPolicy::Sjf),
+    ("deadline", KeyPolicy::Deadline),
+    ("fair", KeyPolicy::Fair),
+    ("prefix", KeyPolicy::Prefix),
+];
+
+const ADMISSIONS: [(&str, Admission); 5] = [
+    ("peak", Admission::Peak),
+    ("reserve", Admission::Reserve),
+    ("optimistic", Admission::Optimistic),
+    ("gang", Admission::StaticGang),
+    ("padded", Admission::StaticPadded),
+];
+
 #[pymethods]
 impl Core {
     #[new]
@@ -88,8 +105,15 @@ impl Core {
         enable_prefix_caching = true,
         watermark_blocks = 0,
         scheduling_policy = "fcfs",
-        admission = "optimistic",
+        admission = "peak",
+        peak_percent = 100,
         max_queued = 1_048_576,
+        max_queued_tokens = 1_099_511_627_776,
+        ageing_steps = 1024,
+        max_bypasses = 64,
+        max_preemptions = 4,
+        fair_input_weight = 1,
+        fair_output_weight = 2,
         hash_seed = 0,
         num_records = 4096,
         max_moves = 64,
@@ -119,7 +143,14 @@ impl Core {
         watermark_blocks: u32,
         scheduling_policy: &str,
         admission: &str,
+        peak_percent: u32,
         max_queued: u32,
+        max_queued_tokens: u64,
+        ageing_steps: u32,
+        max_bypasses: u32,
+        max_preemptions: u32,
+        fair_input_weight: u32,
+        fair_output_weight: u32,
         hash_seed: u64,
         num_records: u32,
         max_moves: u32,
@@ -128,33 +159,8 @@ impl Core {
         num_kv_events: u32,
         record: bool,
     ) -> PyResult<Self> {
-        let key = match scheduling_policy {
-            "fcfs" => KeyPolicy::Fcfs,
-            "priority" => KeyPolicy::Priority,
-            other => {
-                let expected = "\"fcfs\" or \"priority\"";
-                return Err(errors::named(
-                    py,
-                    "scheduling_policy",
-                    format!("{other:?}"),
-                    expected,
-                ));
-            }
-        };
-        let admission = match admission {
-            "optimistic" => Admission::Optimistic,
-            "gang" => Admission::StaticGang,
-            "padded" => Admission::StaticPadded,
-            other => {
-                let expected = "\"optimistic\", \"gang\" or \"padded\"";
-                return Err(errors::named(
-                    py,
-                    "admission",
-                    format!("{other:?}"),
-                    expected,
-                ));
-            }
-        };
+        let key = errors::chosen(py, "scheduling_policy", scheduling_policy, &KEYS)?;
+        let admission = errors::chosen(py, "admission", admission, &ADMISSIONS)?;
         let config = Config {
             num_blocks,
             block_size,
@@ -170,7 +176,14 @@ impl Core {
             watermark_blocks,
             key,
             admission,
+            peak_percent,
             max_queued,
+            max_queued_tokens,
+            ageing_steps,
+            max_bypasses,
+            max_preemptions,
+            fair_input_weight,
+            fair_output_weight,
             hash_seed,
             num_records,
             max_moves,
@@ -208,6 +221,10 @@ impl Core {
         max_tokens,
         *,
         priority = 0,
+        tenant = 0,
+        expected_tokens = None,
+        ttft_target_us = 1_000_000,
+        itl_target_us = 100_000,
         stop_token_ids = None,
         cache_salt = None,
         parked = false,
@@ -226,6 +243,10 @@ impl Core {
         prompt_token_ids: PyReadonlyArray1<'_, i32>,
         max_tokens: i64,
         priority: i32,
+        tenant: u64,
+        expected_tokens: Option<u32>,
+        ttft_target_us: u64,
+        itl_target_us: u64,
         stop_token_ids: Option<PyReadonlyArray1<'_, i32>>,
         cache_salt: Option<&[u8]>,
         parked: bool,
@@ -245,6 +266,10 @@ impl Core {
             prompt_token_ids: prompt_token_ids.as_slice()?,
             max_tokens,
             priority,
+            tenant,
+            expected_tokens,
+            ttft_target_us,
+            itl_target_us,
             stop_token_ids: stop_token_ids
                 .as_ref()
                 .map_or(Ok(&[][..]), |ids| ids.as_slice())?,

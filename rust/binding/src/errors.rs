@@ -34,8 +34,23 @@ pub(crate) fn config(py: Python<'_>, error: ConfigError) -> PyErr {
     named(py, name, value.to_string(), expected)
 }
 
+/// What `word` stands for.
+pub(crate) fn chosen<T: Copy>(
+    py: Python<'_>,
+    name: &str,
+    word: &str,
+    choices: &[(&str, T)],
+) -> PyResult<T> {
+    let found = choices.iter().find(|choice| choice.0 == word);
+    found.map(|choice| choice.1).ok_or_else(|| {
+        let words: Vec<&str> = choices.iter().map(|choice| choice.0).collect();
+        let expected = format!("one of {}", words.join(", "));
+        named(py, name, format!("{word:?}"), &expected)
+    })
+}
+
 /// An option whose value is not one of a few words.
-pub(crate) fn named(py: Python<'_>, name: &str, value: String, expected: &str) -> PyErr {
+fn named(py: Python<'_>, name: &str, value: String, expected: &str) -> PyErr {
     let message = format!("{name} is {value}, but must be {expected}.");
     raise(py, "ConfigError", message, |attributes| {
         attributes.set_item("name", name)?;
@@ -127,6 +142,13 @@ pub(crate) fn reject(py: Python<'_>, reject: Reject) -> PyErr {
             format!("{limit} requests wait already, and no more may."),
             limit,
             limit,
+        ),
+        Reject::QueueTokensFull { num_tokens, limit } => limited(
+            py,
+            "QueueFullError",
+            format!("{num_tokens} tokens would wait with this prompt, but {limit} may."),
+            num_tokens as i64,
+            limit as i64,
         ),
     }
 }

@@ -3,6 +3,7 @@
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
+use crate::accounts::AccountId;
 use crate::ids::{BlockId, Slot};
 use crate::kv::Kv;
 use crate::policy::Admission;
@@ -72,12 +73,14 @@ impl Scheduler {
         let queued: BTreeSet<Slot> = self
             .queue
             .iter()
-            .map(|(key, slot)| {
+            .map(|turn| {
+                let sequence = &self.arena[turn.slot];
                 assert_eq!(
-                    self.arena[slot].key, key,
+                    (sequence.key, self.line_account(sequence.standing.account)),
+                    (turn.line_key(), turn.account),
                     "the queue's key is the sequence's"
                 );
-                slot
+                turn.slot
             })
             .collect();
         let waiting: BTreeSet<Slot> = self
@@ -93,6 +96,68 @@ impl Scheduler {
             .filter(|(_, sequence)| sequence.state == State::Parked)
             .count();
         assert_eq!(num_parked, self.num_parked as usize, "parked sequences");
+        self.check_sums();
+        self.check_tier();
+    }
+
+    /// What admission and accounts add up.
+    fn check_sums(&self) {
+        let (mut num_limits, mut num_demanded, mut num_queued) = (0, 0, 0);
+        let mut open = alloc::vec![(0, 0); self.accounts.len()];
+        for (slot, sequence) in self.arena.iter() {
+            let standing = &sequence.standing;
+            let is_waiting = sequence.state == State::Waiting;
+            if sequence.is_running() {
+                num_limits += u64::from(self.limit_blocks(slot));
+            }
+            if is_waiting {
+                num_demanded += u64::from(standing.num_final_blocks);
+                num_queued += u64::from(standing.num_queued_tokens);
+            }
+            if sequence.state == State::Parked {
+                num_queued += u64::from(sequence.num_prompt);
+            }
+            let account = &mut open[standing.account.0 as usize];
+            account.0 += u32::from(!sequence.is_ghost());
+            account.1 += u32::from(is_waiting && self.is_fair());
+        }
+        assert_eq!(num_limits, self.num_limit_blocks, "limits of those running");
+        assert_eq!(
+            num_demanded, self.num_demanded_blocks,
+            "demand of the queue"
+        );
+        assert_eq!(num_queued, self.num_queued_tokens, "tokens of the queue");
+        for (id, &(num_live, num_waiting)) in open.iter().enumerate() {
+            let account = self.accounts.get(AccountId(id as u32));
+            assert_eq!(account.num_live, num_live, "live requests of an account");
+            assert_eq!(
+                account.num_waiting, num_waiting,
+                "an account's requests in line"
+            );
+        }
+    }
+
+    fn check_tier(&self) {
+        let tier: BTreeSet<Slot> = self
+            .ageing
+            .tier
+            .iter()
+            .filter_map(|aged| self.arena.slot(aged.handle))
+            .collect();
+        let promoted: BTreeSet<Slot> = self
+            .arena
+            .iter()
+            .filter(|(_, sequence)| !sequence.is_ghost() && sequence.standing.promotion.is_some())
+            .map(|(slot, _)| slot)
+            .collect();
+        assert_eq!(tier, promoted, "the tier of the aged is who was promoted");
+        assert!(
+            self.ageing.tier.len() <= self.config.max_aged(),
+            "the tier is a quarter of the seats"
+        );
+        for &slot in &promoted {
+            assert!(self.arena[slot].key.is_aged(), "who is aged goes first");
+        }
     }
 
     fn check_pool(&self) {
@@ -116,6 +181,8 @@ impl Scheduler {
                 *num_holders.entry(block).or_default() += 1;
             }
         }
+        let num_entries: u32 = num_holders.values().sum();
+        assert_eq!(kv.num_entries(), num_entries, "entries of tables");
         for block in (1..=kv.pool.num_ever()).map(BlockId) {
             let held = num_holders.get(&block).copied().unwrap_or(0);
             assert_eq!(
@@ -269,7 +336,7 @@ impl Scheduler {
         let num_reserved = match self.config.admission {
             // Blocks for drafts that were rejected stay.
             _ if self.config.contiguous => self.config.max_blocks_per_seq(),
-            Admission::Optimistic => {
+            Admission::Peak | Admission::Reserve | Admission::Optimistic => {
                 self.config.max_drafts.div_ceil(self.config.block_size) * self.config.depth
             }
             Admission::StaticGang | Admission::StaticPadded => self.config.max_blocks_per_seq(),

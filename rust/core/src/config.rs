@@ -33,8 +33,23 @@ pub struct Config {
     pub key: KeyPolicy,
     /// Who may enter.
     pub admission: Admission,
+    /// Under [`Admission::Peak`]: how high the peak may be for a request's first admission, in hundredths of the pool.
+    /// More than 100 trades tokens computed again for fewer steps; ends then are not spaced.
+    pub peak_percent: u32,
     /// Requests that may wait.
     pub max_queued: u32,
+    /// Tokens of theirs that may wait.
+    pub max_queued_tokens: u64,
+    /// Steps after which a request that waits is due for the tier of the aged; 0 for never.
+    pub ageing_steps: u32,
+    /// Times that requests of its band may enter before a blocked one; 0 for never.
+    pub max_bypasses: u32,
+    /// Preemptions after which a request is due for the tier of the aged; 0 for never.
+    pub max_preemptions: u32,
+    /// What a computed prompt token weighs in a tenant's account.
+    pub fair_input_weight: u32,
+    /// What an output token weighs in it.
+    pub fair_output_weight: u32,
     /// Seeds the prefix cache's hash.
     pub hash_seed: u64,
     /// Step records kept.
@@ -65,8 +80,15 @@ impl Default for Config {
             enable_prefix_caching: true,
             watermark_blocks: 0,
             key: KeyPolicy::Fcfs,
-            admission: Admission::Optimistic,
+            admission: Admission::Peak,
+            peak_percent: 100,
             max_queued: 1 << 20,
+            max_queued_tokens: 1 << 40,
+            ageing_steps: 1024,
+            max_bypasses: 64,
+            max_preemptions: 4,
+            fair_input_weight: 1,
+            fair_output_weight: 2,
             hash_seed: 0,
             num_records: 4096,
             max_moves: 64,
@@ -149,6 +171,27 @@ impl Config {
                 "from 1 to 2^30",
             ),
             (
+                "peak_percent",
+                self.peak_percent,
+                100,
+                1000,
+                "from 100 to 1000",
+            ),
+            (
+                "fair_input_weight",
+                self.fair_input_weight,
+                1,
+                1 << 16,
+                "from 1 to 65536",
+            ),
+            (
+                "fair_output_weight",
+                self.fair_output_weight,
+                1,
+                1 << 16,
+                "from 1 to 65536",
+            ),
+            (
                 "num_records",
                 self.num_records,
                 1,
@@ -210,6 +253,13 @@ impl Config {
                 expected: "0 where the prefix cache is on or batches are static (blocks of a run are not shared)",
             });
         }
+        if self.max_queued_tokens == 0 {
+            return Err(ConfigError {
+                name: "max_queued_tokens",
+                value: 0,
+                expected: "at least 1",
+            });
+        }
         if self.watermark_blocks >= self.num_blocks {
             return Err(ConfigError {
                 name: "watermark_blocks",
@@ -241,6 +291,11 @@ impl Config {
     /// The blocks that `num_tokens` need.
     pub(crate) fn blocks_for(&self, num_tokens: u32) -> u32 {
         num_tokens.div_ceil(self.block_size)
+    }
+
+    /// Aged requests at once: of the seats, a quarter.
+    pub(crate) fn max_aged(&self) -> usize {
+        (self.max_num_seqs as usize / 4).max(1)
     }
 
     /// The longest table a sequence can have.

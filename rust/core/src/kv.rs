@@ -19,6 +19,8 @@ pub struct Kv {
     /// `[num_seats, num_columns]`.
     tables: Box<[BlockId]>,
     lens: Box<[u32]>,
+    /// Entries of all tables.
+    num_entries: u32,
     num_columns: usize,
 }
 
@@ -31,6 +33,7 @@ impl Kv {
             events: KvEvents::new(0, block_size),
             tables: vec![BlockId(0); num_seats as usize * num_columns as usize].into_boxed_slice(),
             lens: vec![0; num_seats as usize].into_boxed_slice(),
+            num_entries: 0,
             num_columns: num_columns as usize,
         }
     }
@@ -60,6 +63,11 @@ impl Kv {
         self.lens[seat.index()]
     }
 
+    /// Entries of all tables; a block that several hold counts for each.
+    pub(crate) fn num_entries(&self) -> u32 {
+        self.num_entries
+    }
+
     /// Whether `seat` holds none.
     pub fn is_empty(&self, seat: Seat) -> bool {
         self.len(seat) == 0
@@ -74,6 +82,7 @@ impl Kv {
         let len = &mut self.lens[seat.index()];
         self.tables[seat.index() * self.num_columns + *len as usize] = block;
         *len += 1;
+        self.num_entries += 1;
     }
 
     /// Gives `seat` new blocks until it holds `num_blocks`; `None`, and no change, where there are too few.
@@ -84,6 +93,7 @@ impl Kv {
             return None;
         }
         self.lens[seat.index()] += num_new;
+        self.num_entries += num_new;
         let start = seat.index() * self.num_columns;
         let row = &mut self.tables[start..][..(held + num_new) as usize];
         let num_filled = if self.pool.num_free() > 0 {
@@ -105,6 +115,7 @@ impl Kv {
     pub(crate) fn try_reserve_run(&mut self, seat: Seat, num_blocks: u32) -> Option<()> {
         let first = self.pool.allocate_run(num_blocks)?;
         self.lens[seat.index()] = num_blocks;
+        self.num_entries += num_blocks;
         let start = seat.index() * self.num_columns;
         for (place, block) in self.tables[start..][..num_blocks as usize]
             .iter_mut()
@@ -125,6 +136,7 @@ impl Kv {
     pub fn release(&mut self, seat: Seat) {
         let start = seat.index() * self.num_columns;
         let len = core::mem::take(&mut self.lens[seat.index()]);
+        self.num_entries -= len;
         let mut rest = &self.tables[start..][..len as usize];
         while let Some(&block) = rest.last() {
             let num_cached = self.pool.cache_last(rest, &self.cache);

@@ -20,6 +20,7 @@
 
 extern crate alloc;
 
+mod accounts;
 mod arena;
 mod block_pool;
 mod check;
@@ -32,6 +33,7 @@ mod kv_events;
 mod kv_figures;
 mod layout;
 mod policy;
+mod predict;
 mod prefix_cache;
 mod queue;
 mod record;

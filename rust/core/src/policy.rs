@@ -3,40 +3,117 @@
 /// Who is next: lower first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Key {
-    /// The band: a request of a better (lower) one is always before one of a worse.
-    pub(crate) band: i32,
+    /// The band: a request of a better (lower) one is always before one of a worse. That of aged requests is before all
+    /// that a priority can give.
+    pub(crate) band: i64,
     /// The policy's own order in a band.
     pub(crate) score: u64,
     /// Submission order; unique, so keys are.
     pub(crate) arrival: u64,
 }
 
-/// How keys are made.
+impl Key {
+    /// Of the `promotion`th request that aged.
+    pub(crate) fn aged(promotion: u64, arrival: u64) -> Self {
+        Self {
+            band: AGED_BAND,
+            score: promotion,
+            arrival,
+        }
+    }
+
+    /// Of a request that has not been in line yet.
+    pub(crate) fn first_come(arrival: u64) -> Self {
+        Self {
+            band: 0,
+            score: 0,
+            arrival,
+        }
+    }
+
+    pub(crate) fn is_aged(self) -> bool {
+        self.band == AGED_BAND
+    }
+}
+
+/// Before every band that a priority gives.
+pub(crate) const AGED_BAND: i64 = i64::MIN;
+
+/// How keys are made. All but `Fcfs` put bands of `priority` (lower runs first) before their own order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum KeyPolicy {
     /// First come, first served; `priority` is ignored.
     Fcfs,
-    /// First come, first served in each band of `priority` (lower runs first).
+    /// First come, first served in each band.
     Priority,
+    /// The fewest output tokens to go first: as the request's hint says, else as its tenant's lengths teach.
+    Sjf,
+    /// The earliest deadline of the next token first.
+    Deadline,
+    /// The tenant first that was served least: a virtual token counter.
+    Fair,
+    /// The fewest tokens that are not in the prefix cache first.
+    Prefix,
 }
 
 impl KeyPolicy {
-    pub(crate) fn key(self, priority: i32, arrival: u64) -> Key {
-        let band = match self {
+    /// Those that there are, by number.
+    pub(crate) const ALL: [Self; 6] = [
+        Self::Fcfs,
+        Self::Priority,
+        Self::Sjf,
+        Self::Deadline,
+        Self::Fair,
+        Self::Prefix,
+    ];
+
+    pub(crate) fn band(self, priority: i32) -> i64 {
+        match self {
             Self::Fcfs => 0,
-            Self::Priority => priority,
-        };
-        Key {
-            band,
-            score: 0,
-            arrival,
+            _ => priority.into(),
         }
+    }
+
+    /// Whether a request may wait for ever while others come; in order of arrival it may not.
+    pub(crate) fn may_starve(self) -> bool {
+        self != Self::Fcfs
+    }
+
+    /// Whether a request behind a blocked one may enter. Under `Fair` that would let a tenant run ahead of its account.
+    pub(crate) fn may_bypass(self) -> bool {
+        self != Self::Fair
+    }
+}
+
+/// What a score is made of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Facts {
+    /// Output tokens to go, as predicted.
+    pub(crate) num_remaining: u32,
+    /// Tokens that the prefix cache does not hold.
+    pub(crate) num_uncached: u32,
+    /// When the next token is due.
+    pub(crate) due_us: u64,
+}
+
+/// The policy's own order in a band, lower first; that of `Fair` is its line's, not the request's.
+pub(crate) fn score(policy: KeyPolicy, facts: &Facts) -> u64 {
+    match policy {
+        KeyPolicy::Fcfs | KeyPolicy::Priority | KeyPolicy::Fair => 0,
+        KeyPolicy::Sjf => facts.num_remaining.into(),
+        KeyPolicy::Deadline => facts.due_us,
+        KeyPolicy::Prefix => facts.num_uncached.into(),
     }
 }
 
 /// When a waiting request may enter the running set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Admission {
+    /// When the peak that the KV use of all that run will reach, by the lengths predicted for them, fits; those whose
+    /// peaks would coincide enter one after another.
+    Peak,
+    /// When all that it may ever need fits beside all that those running may ever need: growth never preempts.
+    Reserve,
     /// Whenever its prompt fits beside what resident prefills still need and a watermark; output growth is met by
     /// preemption.
     Optimistic,
@@ -47,11 +124,20 @@ pub enum Admission {
 }
 
 impl Admission {
+    /// Those that there are, by number.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Peak,
+        Self::Reserve,
+        Self::Optimistic,
+        Self::StaticGang,
+        Self::StaticPadded,
+    ];
+
     pub(crate) fn is_static(self) -> bool {
-        self != Self::Optimistic
+        matches!(self, Self::StaticGang | Self::StaticPadded)
     }
 
-    /// Optimistic: whether `num_needed` new blocks fit in `num_available`.
+    /// Whether `num_needed` new blocks fit in `num_available`.
     pub(crate) fn fits(num_needed: u32, debt: u32, watermark: u32, num_available: u32) -> bool {
         num_needed.saturating_add(debt).saturating_add(watermark) <= num_available
     }
@@ -63,11 +149,11 @@ pub(crate) struct VictimOrder {
     /// Not of the group in quarantine.
     pub(crate) is_member: bool,
     /// The worst band first.
-    pub(crate) band: core::cmp::Reverse<i32>,
+    pub(crate) band: core::cmp::Reverse<i64>,
     /// A band's best key goes last of it.
     pub(crate) is_band_best: bool,
-    /// One that can end in the blocks that it holds goes last.
-    pub(crate) ends_in_place: bool,
+    /// One that can end in the blocks that it holds, or has no more than a block's tokens to go, goes last.
+    pub(crate) ends_soon: bool,
     /// The least to recompute first.
     pub(crate) num_recomputed: u32,
     /// The worst key first.

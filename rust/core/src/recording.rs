@@ -13,7 +13,7 @@ use crate::policy::{Admission, KeyPolicy};
 use crate::request::{FinishReason, Request};
 use crate::scheduler::{Drafts, Planned, Scheduler};
 
-const MAGIC: [u8; 8] = *b"noria\0r1";
+const MAGIC: [u8; 8] = *b"noria\0r3";
 
 const SUBMIT: u8 = 1;
 const PLAN: u8 = 2;
@@ -50,7 +50,13 @@ impl Recorder {
             config.watermark_blocks,
             config.key as u32,
             config.admission as u32,
+            config.peak_percent,
             config.max_queued,
+            config.ageing_steps,
+            config.max_bypasses,
+            config.max_preemptions,
+            config.fair_input_weight,
+            config.fair_output_weight,
             config.num_records,
             config.max_moves,
             config.forced_moves,
@@ -59,6 +65,7 @@ impl Recorder {
         ] {
             recorder.u64(value.into());
         }
+        recorder.u64(config.max_queued_tokens);
         recorder.u64(config.hash_seed);
         recorder.u64(xxh3_64(&recorder.bytes));
         recorder
@@ -89,6 +96,10 @@ impl Recorder {
         self.list(request.prompt_token_ids);
         self.u64(request.max_tokens as u64);
         self.u64(i64::from(request.priority) as u64);
+        self.u64(request.tenant);
+        self.u64(request.expected_tokens.map_or(0, |num| 1 + u64::from(num)));
+        self.u64(request.ttft_target_us);
+        self.u64(request.itl_target_us);
         self.list(request.stop_token_ids);
         self.bytes
             .extend_from_slice(&request.cache_salt.to_le_bytes());
@@ -223,6 +234,14 @@ impl<'a> Reader<'a> {
             .collect())
     }
 
+    /// One of a few, by its number.
+    fn choice<T: Copy>(&mut self, all: &[T]) -> Result<T, ReplayError> {
+        let number = self.u32()? as usize;
+        all.get(number)
+            .copied()
+            .map_or_else(|| self.malformed(), Ok)
+    }
+
     fn config(&mut self) -> Result<Config, ReplayError> {
         if self.take(MAGIC.len())? != MAGIC {
             self.at = 0;
@@ -241,25 +260,24 @@ impl<'a> Reader<'a> {
             long_prefill_token_threshold: self.u32()?,
             enable_prefix_caching: self.u32()? != 0,
             watermark_blocks: self.u32()?,
-            key: match self.u32()? {
-                0 => KeyPolicy::Fcfs,
-                1 => KeyPolicy::Priority,
-                _ => return self.malformed(),
-            },
-            admission: match self.u32()? {
-                0 => Admission::Optimistic,
-                1 => Admission::StaticGang,
-                2 => Admission::StaticPadded,
-                _ => return self.malformed(),
-            },
+            key: self.choice(&KeyPolicy::ALL)?,
+            admission: self.choice(&Admission::ALL)?,
+            peak_percent: self.u32()?,
             max_queued: self.u32()?,
+            ageing_steps: self.u32()?,
+            max_bypasses: self.u32()?,
+            max_preemptions: self.u32()?,
+            fair_input_weight: self.u32()?,
+            fair_output_weight: self.u32()?,
             num_records: self.u32()?,
             max_moves: self.u32()?,
             forced_moves: self.u32()?,
             contiguous: self.u32()? != 0,
             num_kv_events: self.u32()?,
+            max_queued_tokens: 0,
             hash_seed: 0,
         };
+        config.max_queued_tokens = self.u64()?;
         config.hash_seed = self.u64()?;
         // Its numbers size the pool, so a wrong one is not to be tried.
         let checksum = xxh3_64(&self.bytes[..self.at]);
@@ -305,11 +323,24 @@ fn replay_verb(
             let prompt = reader.list()?;
             let max_tokens = reader.u64()? as i64;
             let priority = reader.u64()? as i32;
+            let tenant = reader.u64()?;
+            let expected_tokens = match reader.u64()? {
+                0 => None,
+                more => match u32::try_from(more - 1) {
+                    Ok(num) => Some(num),
+                    Err(_) => return reader.malformed(),
+                },
+            };
+            let (ttft_target_us, itl_target_us) = (reader.u64()?, reader.u64()?);
             let stop_ids = reader.list()?;
             let request = Request {
                 prompt_token_ids: &prompt,
                 max_tokens,
                 priority,
+                tenant,
+                expected_tokens,
+                ttft_target_us,
+                itl_target_us,
                 stop_token_ids: &stop_ids,
                 cache_salt: reader.u128()?,
                 parked: reader.u8()? != 0,

@@ -7,8 +7,16 @@ pub struct Request<'a> {
     pub prompt_token_ids: &'a [i32],
     /// Output tokens, at most; cut to what the context leaves after the prompt.
     pub max_tokens: i64,
-    /// The band under [`KeyPolicy::Priority`](crate::KeyPolicy::Priority); lower runs first.
+    /// The band, but under [`KeyPolicy::Fcfs`](crate::KeyPolicy::Fcfs); lower runs first.
     pub priority: i32,
+    /// Whose it is: for the account under [`KeyPolicy::Fair`](crate::KeyPolicy::Fair), and for the lengths that predict.
+    pub tenant: u64,
+    /// Output tokens that it will want, as its sender thinks; it moves order and admission, and nothing else.
+    pub expected_tokens: Option<u32>,
+    /// How long it may wait for its first token, under [`KeyPolicy::Deadline`](crate::KeyPolicy::Deadline).
+    pub ttft_target_us: u64,
+    /// How long it may wait for each one more.
+    pub itl_target_us: u64,
     /// Output ids that end the request; they count as output.
     pub stop_token_ids: &'a [i32],
     /// Requests share KV only within a salt.
@@ -28,6 +36,10 @@ impl<'a> Request<'a> {
             prompt_token_ids,
             max_tokens,
             priority: 0,
+            tenant: 0,
+            expected_tokens: None,
+            ttft_target_us: 1_000_000,
+            itl_target_us: 100_000,
             stop_token_ids: &[],
             cache_salt: 0,
             parked: false,
@@ -74,6 +86,13 @@ pub enum Reject {
     QueueFull {
         /// How many may.
         limit: u32,
+    },
+    /// With its prompt, more tokens would wait than may.
+    QueueTokensFull {
+        /// How many would.
+        num_tokens: u64,
+        /// How many may.
+        limit: u64,
     },
 }
 

@@ -3,6 +3,7 @@
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
+use crate::accounts::AccountId;
 use crate::ids::{Handle, Seat};
 use crate::policy::Key;
 use crate::prefix_cache::{BlockHash, ChainHasher};
@@ -29,9 +30,71 @@ pub(crate) struct Confinement {
     pub(crate) until: u32,
 }
 
+/// What a sequence's place in line is made of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Standing {
+    pub(crate) account: AccountId,
+    pub(crate) arrival: u64,
+    pub(crate) priority: i32,
+    /// Output tokens that its sender thinks it will want; 0 for no idea.
+    pub(crate) num_expected: u32,
+    pub(crate) submitted_us: u64,
+    pub(crate) ttft_target_us: u64,
+    pub(crate) itl_target_us: u64,
+    /// The next step when this wait began.
+    pub(crate) since: u64,
+    /// Requests of its band that entered before it in this wait, while it was blocked.
+    pub(crate) num_bypasses: u32,
+    /// Preemptions since it last left the tier of the aged, or ever.
+    pub(crate) num_recent_preemptions: u32,
+    /// Which of all promotions to the tier of the aged was its own, while it is there.
+    pub(crate) promotion: Option<u64>,
+    /// Blocks that it will hold at its end, as predicted when this wait began.
+    pub(crate) num_final_blocks: u32,
+    /// Tokens that it had when it got in line.
+    pub(crate) num_queued_tokens: u32,
+    /// Leading blocks of this residency that it found.
+    pub(crate) num_hit_blocks: u32,
+}
+
+impl Standing {
+    pub(crate) fn new(
+        request: &Request<'_>,
+        account: AccountId,
+        arrival: u64,
+        now_us: u64,
+    ) -> Self {
+        Self {
+            account,
+            arrival,
+            priority: request.priority,
+            num_expected: request.expected_tokens.unwrap_or(0),
+            submitted_us: now_us,
+            ttft_target_us: request.ttft_target_us,
+            itl_target_us: request.itl_target_us,
+            since: 0,
+            num_bypasses: 0,
+            num_recent_preemptions: 0,
+            promotion: None,
+            num_final_blocks: 0,
+            num_queued_tokens: 0,
+            num_hit_blocks: 0,
+        }
+    }
+
+    /// When the token behind `num_output` others is due.
+    pub(crate) fn due_us(&self, num_output: u32) -> u64 {
+        self.submitted_us
+            .saturating_add(self.ttft_target_us)
+            .saturating_add(self.itl_target_us.saturating_mul(num_output.into()))
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Sequence {
+    /// While it waits: as it stands in its line. While it runs: as it was when it took its seat.
     pub(crate) key: Key,
+    pub(crate) standing: Standing,
     pub(crate) state: State,
     /// Prompt, then committed output, then, once it was seated, room for all that there can be.
     tokens: Vec<i32>,
@@ -101,9 +164,10 @@ pub(crate) struct PlannedRow {
 }
 
 impl Sequence {
-    pub(crate) fn new(request: &Request<'_>, key: Key, max_output: u32) -> Self {
+    pub(crate) fn new(request: &Request<'_>, standing: Standing, max_output: u32) -> Self {
         Self {
-            key,
+            key: Key::first_come(standing.arrival),
+            standing,
             state: if request.parked {
                 State::Parked
             } else {
@@ -369,6 +433,7 @@ impl Sequence {
     /// Gives up a residency: rows in flight that it planned no longer count for its KV.
     pub(crate) fn end_residency(&mut self) {
         self.residency = self.residency.wrapping_add(1);
+        self.standing.num_hit_blocks = 0;
         self.num_computed = 0;
         self.num_planned = 0;
         self.num_registered = 0;

@@ -28,6 +28,8 @@ pub(crate) struct Account {
     pub(crate) phase: Phase,
     pub(crate) num_reported: u32,
     pub(crate) num_preemptions: u32,
+    /// Output tokens that it had when it was preempted, each time.
+    pub(crate) num_tokens_when_preempted: Vec<u32>,
     pub(crate) num_hit_tokens: u32,
     /// It was in a failed step, and must get past this position to be trusted again.
     pub(crate) suspect_until: Option<u32>,
@@ -68,6 +70,7 @@ impl Ledger {
             phase: Phase::New,
             num_reported: 0,
             num_preemptions: 0,
+            num_tokens_when_preempted: Vec::new(),
             num_hit_tokens: 0,
             suspect_until: None,
         };
@@ -167,6 +170,7 @@ impl Ledger {
                     assert_eq!(phase, Phase::Running, "{event:?}");
                     account.phase = Phase::Preempted;
                     account.num_preemptions += 1;
+                    account.num_tokens_when_preempted.push(account.num_output);
                 }
                 EventKind::Token => {
                     assert!(

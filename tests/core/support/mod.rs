@@ -9,6 +9,7 @@ pub(crate) mod truth;
 pub(crate) mod view;
 pub(crate) mod world;
 
+pub(crate) use ledger::Phase;
 pub(crate) use runner::Breakage;
 pub(crate) use seen::Seen;
 pub(crate) use truth::Ask;

@@ -1,9 +1,16 @@
 //! What must hold of every step that the core plans, beside what its buffer says of itself.
 
-use noria_core::{Admission, EventKind, Seat, StepId, digest, flags};
+use noria_core::{Admission, Config, EventKind, Seat, StepId, digest, flags};
 
 use super::view::{RowView, StepView};
 use super::world::World;
+
+fn is_static(config: &Config) -> bool {
+    matches!(
+        config.admission,
+        Admission::StaticGang | Admission::StaticPadded
+    )
+}
 
 impl World {
     pub(super) fn take_step(&mut self, id: StepId) {
@@ -65,10 +72,7 @@ impl World {
             assert_eq!(gain.num_tokens, account.num_tokens());
             match view.row_of(gain.handle) {
                 Some(row) => assert_eq!(row.start, gain.num_computed_tokens),
-                None => assert!(
-                    self.config.admission != Admission::Optimistic,
-                    "who enters gets tokens"
-                ),
+                None => assert!(is_static(&self.config), "who enters gets tokens"),
             }
         }
     }
@@ -150,7 +154,6 @@ impl World {
     fn is_confined_now(&self) -> bool {
         let is_suspect = |handle: &u64| self.ledger.accounts[handle].suspect_until.is_some();
         self.ledger.has_suspects()
-            && (self.config.admission == Admission::Optimistic
-                || self.holders.iter().flatten().any(is_suspect))
+            && (!is_static(&self.config) || self.holders.iter().flatten().any(is_suspect))
     }
 }

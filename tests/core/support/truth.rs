@@ -8,6 +8,10 @@ pub(crate) struct Ask {
     pub(crate) prompt: Vec<i32>,
     pub(crate) max_tokens: i64,
     pub(crate) priority: i32,
+    pub(crate) tenant: u64,
+    pub(crate) expected_tokens: Option<u32>,
+    pub(crate) ttft_target_us: u64,
+    pub(crate) itl_target_us: u64,
     pub(crate) stop_ids: Vec<i32>,
     pub(crate) salt: u128,
     pub(crate) parked: bool,
@@ -25,6 +29,10 @@ impl Ask {
             prompt: prompt.to_vec(),
             max_tokens,
             priority: 0,
+            tenant: 0,
+            expected_tokens: None,
+            ttft_target_us: 1_000_000,
+            itl_target_us: 100_000,
             stop_ids: Vec::new(),
             salt: 0,
             parked: false,
@@ -51,11 +59,25 @@ impl Ask {
         self
     }
 
+    pub(crate) fn tenant(mut self, tenant: u64) -> Self {
+        self.tenant = tenant;
+        self
+    }
+
+    pub(crate) fn expected(mut self, expected_tokens: u32) -> Self {
+        self.expected_tokens = Some(expected_tokens);
+        self
+    }
+
     pub(crate) fn request(&self) -> Request<'_> {
         Request {
             prompt_token_ids: &self.prompt,
             max_tokens: self.max_tokens,
             priority: self.priority,
+            tenant: self.tenant,
+            expected_tokens: self.expected_tokens,
+            ttft_target_us: self.ttft_target_us,
+            itl_target_us: self.itl_target_us,
             stop_token_ids: &self.stop_ids,
             cache_salt: self.salt,
             parked: self.parked,

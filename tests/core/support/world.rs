@@ -110,6 +110,11 @@ impl World {
         }
     }
 
+    /// When the last verb was applied.
+    pub(crate) fn time_us(&self) -> u64 {
+        self.now_us
+    }
+
     pub(crate) fn account(&self, handle: u64) -> &Account {
         &self.ledger.accounts[&handle]
     }

@@ -282,6 +282,11 @@ def build_run(
 
 
 def small_config(**changes: object) -> EngineConfig:
-    """Four seats, blocks of 4 tokens, 32 tokens a step."""
-    values: dict[str, object] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 4} | changes
-    return EngineConfig(model="null", **values)  # type: ignore[arg-type]
+    """Four seats, blocks of 4 tokens, 32 tokens a step; admission lets a small pool preempt."""
+    values: dict[str, object] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "admission": "optimistic",
+    }
+    return EngineConfig(model="null", **(values | changes))  # type: ignore[arg-type]

@@ -170,8 +170,13 @@ class TorchBench:
 
 
 def tiny_config(**changes: object) -> EngineConfig:
-    """Six seats, 64 tokens a step, blocks of 16."""
-    values: dict[str, object] = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_kv_blocks": 200}
+    """Six seats, 64 tokens a step, blocks of 16; admission lets a small pool preempt."""
+    values: dict[str, object] = {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "num_kv_blocks": 200,
+        "admission": "optimistic",
+    }
     return EngineConfig(model="tiny", **(values | changes))  # type: ignore[arg-type]
 
 

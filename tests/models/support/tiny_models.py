@@ -48,14 +48,14 @@ def save_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if name.endswith("norm.weight"):
-                value = 0.3 * noise if is_gemma else 1 + 0.3 * noise
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 value = 0.5 * noise
+            elif parameter.ndim == 1:
+                value = 0.3 * noise if is_gemma else 1 + 0.3 * noise
             elif "embed" in name:
                 value = noise / config.hidden_size**0.5 if is_gemma else noise
             else:
-                value = 1.5 * noise / parameter.shape[1] ** 0.5
+                value = 1.5 * noise / parameter.shape[-1] ** 0.5
             parameter.copy_(value.to(dtype))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

@@ -13,7 +13,7 @@ class TorchOps:
     """One step's ops. What layers share is made once: rotations, and what the attention kernel plans."""
 
     def __init__(self, inputs: StepInputs, kv: KvCache, attention: Attention) -> None:
-        self._inputs = inputs
+        self.inputs = inputs
         self._kv = kv
         self._attention = attention.begin(inputs, kv)
         self._num_stored = inputs.num_tokens - inputs.num_padding_tokens
@@ -22,7 +22,7 @@ class TorchOps:
 
     def embed(self, table: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]`."""
-        return functional.embedding(self._inputs.input_ids, table)
+        return functional.embedding(self.inputs.input_ids, table)
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """In place: `x` is what `embed` has just made."""
@@ -72,10 +72,18 @@ class TorchOps:
         """Stores, then attends: `[num_tokens, num_heads * head_dim]`."""
         q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         query, key, value = torch.split(qkv, [q_size, kv_size, kv_size], dim=1)
+        per_head = (-1, heads.head_dim)
+        query, key, value = (part.unflatten(1, per_head) for part in (query, key, value))
+        return self.attend(query, key, value, layer, scope)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scope: Scope
+    ) -> torch.Tensor:
+        """As `attention`, of q, k and v `[num_tokens, heads, head_dim]`."""
         keys, values = self._kv.layer(layer)
-        keys.view(-1, kv_size).index_copy_(0, self._stored_slots, key[: self._num_stored])
-        values.view(-1, kv_size).index_copy_(0, self._stored_slots, value[: self._num_stored])
-        query = query.view(-1, heads.num_heads, heads.head_dim)
+        for cache, new in ((keys, key), (values, value)):
+            slots = cache.view(-1, cache.shape[2] * cache.shape[3])
+            slots.index_copy_(0, self._stored_slots, new[: self._num_stored].flatten(1))
         return self._attention.attend(query, keys, values, scope)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -94,14 +102,14 @@ class TorchOps:
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         """`[num_logits, vocab_size]`, float32 or float64."""
-        logits = self.linear(x.index_select(0, self._inputs.logits_indices), head)
+        logits = self.linear(x.index_select(0, self.inputs.logits_indices), head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _cos_sin(self, rope: Rope[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """`cos` `[num_tokens, 1, 1, rotary_dim / 2]`, `(-sin, sin)` `[num_tokens, 1, 2, rotary_dim / 2]`."""
         found = self._rotations.get(id(rope))
         if found is None:
-            angles = self._inputs.positions[:, None].to(rope.frequencies.dtype) * rope.frequencies
+            angles = self.inputs.positions[:, None].to(rope.frequencies.dtype) * rope.frequencies
             cos, sin = angles.cos(), angles.sin()
             if rope.scale != 1:
                 cos, sin = cos.mul_(rope.scale), sin.mul_(rope.scale)

@@ -1,11 +1,27 @@
 //! The walk over prefills: residents go on, and newcomers enter, in the order of (band, resident first, key).
 
 use super::Scheduler;
+use super::forecast::Outlook;
+use super::pass::MAX_BLOCKED;
 use super::victim::Need;
 use crate::event::EventKind;
-use crate::ids::{Seat, Slot};
-use crate::policy::{Admission, Key, share};
+use crate::ids::{BlockId, Seat, Slot};
+use crate::policy::{Admission, share};
+use crate::queue::Turn;
 use crate::sequence::State;
+
+/// What came of a try to admit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Entry {
+    /// It has a seat.
+    Taken,
+    /// Its blocks are not there: others of its band may pass it.
+    Blocked,
+    /// It waits for the tier of the aged, and not in line.
+    Passed,
+    /// Nobody behind it may enter in this plan.
+    Closed,
+}
 
 impl Scheduler {
     pub(super) fn walk_prefills(&mut self) {
@@ -22,7 +38,7 @@ impl Scheduler {
                 None
             };
             let is_resident_first = |slot: Slot| {
-                newcomer.is_none_or(|(key, _): (Key, _)| self.arena[slot].key.band <= key.band)
+                newcomer.is_none_or(|turn: Turn| self.arena[slot].key.band <= turn.band)
             };
             match (resident, newcomer) {
                 (Some(slot), _) if is_resident_first(slot) => {
@@ -32,9 +48,13 @@ impl Scheduler {
                         self.continue_prefill(slot, self.pass.prefills.len() - next_resident);
                     }
                 }
-                (_, Some(at)) => {
-                    cursor = Some(at);
-                    is_open = self.try_admit(at.1, self.pass.prefills.len() - next_resident);
+                (_, Some(turn)) => {
+                    cursor = Some(turn);
+                    is_open = self.may_pass(&turn) && {
+                        let num_behind = self.pass.prefills.len() - next_resident;
+                        let entry = self.try_admit(&turn, num_behind);
+                        self.line_stays_open(&turn, entry)
+                    };
                 }
                 (_, None) => break,
             }
@@ -43,17 +63,61 @@ impl Scheduler {
     }
 
     /// The next in line behind `after`: of the queue, or of the group in quarantine.
-    fn next_candidate(&self, after: Option<(Key, Slot)>) -> Option<(Key, Slot)> {
+    fn next_candidate(&mut self, after: Option<Turn>) -> Option<Turn> {
         if self.quarantine.active().is_none() {
-            return self.queue.next_after(after);
+            self.place_lines();
+            return self.queue.next_after(after.as_ref());
         }
+        let turn_of = |slot: Slot| {
+            let (key, standing) = (self.arena[slot].key, &self.arena[slot].standing);
+            Turn {
+                band: key.band,
+                place: 0,
+                score: key.score,
+                arrival: key.arrival,
+                account: self.line_account(standing.account),
+                slot,
+            }
+        };
         self.quarantine
             .active_members()
             .iter()
-            .map(|handle| (self.arena[handle.slot()].key, handle.slot()))
-            .find(|&at| {
-                self.arena[at.1].state == State::Waiting && after.is_none_or(|after| at > after)
+            .map(|handle| turn_of(handle.slot()))
+            .find(|turn| {
+                let is_waiting = self.arena[turn.slot].state == State::Waiting;
+                is_waiting && after.is_none_or(|after| *turn > after)
             })
+    }
+
+    /// Whether the request at `turn` may enter before those that are blocked.
+    fn may_pass(&self, turn: &Turn) -> bool {
+        self.pass.blocked.first().is_none_or(|&first| {
+            self.arena[first].key.band == turn.band && !self.free_seats.is_empty()
+        })
+    }
+
+    /// Whether those behind `turn` may be tried, after what came of it.
+    fn line_stays_open(&mut self, turn: &Turn, entry: Entry) -> bool {
+        match entry {
+            Entry::Closed => return false,
+            Entry::Passed => return true,
+            Entry::Taken => {
+                for i in 0..self.pass.blocked.len() {
+                    let slot = self.pass.blocked[i];
+                    self.arena[slot].standing.num_bypasses += 1;
+                }
+            }
+            Entry::Blocked => self.pass.blocked.push(turn.slot),
+        }
+        let may_be_passed = |&slot: &Slot| {
+            let sequence = &self.arena[slot];
+            sequence.standing.num_bypasses < self.config.max_bypasses && !sequence.key.is_aged()
+        };
+        self.pass.blocked.is_empty()
+            || self.config.key.may_bypass()
+                && self.quarantine.active().is_none()
+                && self.pass.blocked.len() < MAX_BLOCKED
+                && self.pass.blocked.iter().all(may_be_passed)
     }
 
     /// Moves resident prefill `slot` forward, if there is a share for it; `num_behind` residents are behind it.
@@ -141,16 +205,20 @@ impl Scheduler {
                 .min(held + (self.layout.max_blocks_per_seq - self.pass.num_hit_changes) as u32);
         }
         for column in held..last {
-            let hash = sequence.block_hash(column, block_size, &self.hasher);
-            let Some(block) = self
-                .kv
-                .cache
-                .find(hash, sequence.block_tokens(column, block_size))
-            else {
+            let Some(block) = self.find_block(slot, column) else {
                 break;
             };
             self.pass.hits.push(block);
         }
+    }
+
+    /// The block in which full block `column` of `slot` can be found.
+    pub(super) fn find_block(&mut self, slot: Slot, column: u32) -> Option<BlockId> {
+        let block_size = self.config.block_size;
+        let sequence = &mut self.arena[slot];
+        let hash = sequence.block_hash(column, block_size, &self.hasher);
+        let tokens = sequence.block_tokens(column, block_size);
+        self.kv.cache.find(hash, tokens)
     }
 
     /// Blocks that a reservation could take beside `pass.hits`.
@@ -194,12 +262,14 @@ impl Scheduler {
         self.pass.debt -= num_settled;
         let is_new_row = sequence.row.count == 0;
         if num_hits > 0 {
+            sequence.standing.num_hit_blocks += num_hits;
             sequence.num_registered = start / block_size;
             sequence.num_computed += num_hits * block_size;
             if sequence.num_sent > 0 {
                 self.pass.num_hit_changes += num_hits as usize;
             }
         }
+        let is_resident = sequence.num_sent > 0;
         if is_new_row {
             sequence.row.start = start;
             self.pass.prefill_rows.push(slot);
@@ -213,6 +283,9 @@ impl Scheduler {
             self.pass.num_partial += 1;
         }
         self.pass.num_left -= end - start;
+        if num_hits > 0 && is_resident {
+            self.refund_hits(slot, num_hits * block_size);
+        }
         self.register_planned(slot, seat);
         true
     }
@@ -283,12 +356,16 @@ impl Scheduler {
         }
     }
 
-    /// Admits or resumes `slot`, all or nothing; `false` if it cannot enter now, and so nobody behind it may.
-    fn try_admit(&mut self, slot: Slot, num_residents_behind: usize) -> bool {
+    /// Admits or resumes the request at `turn`, all or nothing.
+    fn try_admit(&mut self, turn: &Turn, num_residents_behind: usize) -> Entry {
+        let slot = turn.slot;
+        if self.is_worn(slot) && self.quarantine.active().is_none() {
+            return Entry::Passed;
+        }
         let sequence = &self.arena[slot];
         // Its tokens still in flight belong to its prompt now.
         if sequence.num_rows_in_flight > 0 || sequence.preempted_in == self.pass.serial {
-            return false;
+            return Entry::Closed;
         }
         self.find_hits(slot);
         let max_tokens =
@@ -301,28 +378,32 @@ impl Scheduler {
         });
         let num_table_blocks = self.pass.num_gained_blocks + num_blocks as usize;
         if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
-            return false;
+            return Entry::Closed;
         }
-        let is_confined = self.quarantine.active().is_some();
-        let need = Need {
-            num_blocks: num_blocks - self.pass.hits.len() as u32,
-            debt: if is_confined { 0 } else { self.pass.debt },
-            watermark: if is_confined {
-                0
-            } else {
-                self.config.watermark_blocks
-            },
-            num_available: self.num_available_beside_hits(),
-            has_seat: !self.free_seats.is_empty(),
-        };
-        if !need.is_met(self.num_running) && !self.displace_for(slot, need) {
-            return false;
+        let need = self.need(slot, num_blocks);
+        match self.outlook(slot, &need) {
+            Outlook::Fits => {}
+            Outlook::Later => return Entry::Closed,
+            Outlook::Exceeds => {
+                let enters = self.may_displace(slot)
+                    && self.fits_beside_equals(slot, &need)
+                    && self.displace_for(slot, need);
+                if !enters {
+                    // One that was preempted keeps its place, and so what comes free.
+                    return if need.has_seat && !self.arena[slot].was_admitted {
+                        Entry::Blocked
+                    } else {
+                        Entry::Closed
+                    };
+                }
+            }
         }
         if self.config.contiguous && !self.finds_run(num_blocks) {
-            return false;
+            return Entry::Closed;
         }
-        let num_hit_tokens = self.pass.hits.len() as u32 * self.config.block_size;
-        let seat = self.seat_newcomer(slot, num_hit_tokens);
+        let num_hits = self.pass.hits.len() as u32;
+        self.note_entry(slot, num_hits);
+        let seat = self.seat_newcomer(turn, num_hits * self.config.block_size);
         if self.config.contiguous {
             self.kv
                 .try_reserve_run(seat, num_blocks)
@@ -334,15 +415,49 @@ impl Scheduler {
         self.pass.num_gained_blocks += num_blocks as usize;
         let has_advanced = self.try_advance(slot, num_tokens);
         assert!(has_advanced, "an admission was counted to fit");
-        true
+        Entry::Taken
+    }
+
+    /// What `slot` needs to enter, with `num_blocks` for the tokens that it has.
+    fn need(&self, slot: Slot, num_blocks: u32) -> Need {
+        let num_hits = self.pass.hits.len() as u32;
+        let is_confined = self.quarantine.active().is_some();
+        let is_reserved = self.config.admission == Admission::Reserve && !is_confined;
+        Need {
+            num_blocks: if is_reserved {
+                self.limit_blocks(slot) - num_hits
+            } else {
+                num_blocks - num_hits
+            },
+            debt: if is_confined {
+                0
+            } else if is_reserved {
+                self.num_outstanding_blocks() as u32
+            } else {
+                self.pass.debt
+            },
+            watermark: if is_confined || is_reserved {
+                0
+            } else {
+                self.config.watermark_blocks
+            },
+            num_available: self.num_available_beside_hits(),
+            has_seat: !self.free_seats.is_empty(),
+        }
     }
 
     /// Gives a waiting sequence a seat.
-    fn seat_newcomer(&mut self, slot: Slot, num_hit_tokens: u32) -> Seat {
+    fn seat_newcomer(&mut self, turn: &Turn, num_hit_tokens: u32) -> Seat {
+        let slot = turn.slot;
         let seat = self.free_seats.pop().expect("a seat was found free");
         let handle = self.arena.handle(slot);
+        self.dequeue(slot);
+        if !self.arena[slot].was_admitted {
+            self.charge_prompt(slot, num_hit_tokens);
+        }
+        self.num_limit_blocks += u64::from(self.limit_blocks(slot));
         let sequence = &mut self.arena[slot];
-        self.queue.remove(sequence.key, slot);
+        sequence.key = turn.key();
         sequence.state = State::Running(seat);
         sequence.allocate_output(self.config.block_size);
         let kind = if sequence.was_admitted {
@@ -372,7 +487,7 @@ impl Scheduler {
             let Some(at) = self.next_candidate(cursor) else {
                 break;
             };
-            let sequence = &self.arena[at.1];
+            let sequence = &self.arena[at.slot];
             if sequence.num_rows_in_flight > 0 {
                 break;
             }
@@ -393,8 +508,8 @@ impl Scheduler {
         for _ in 0..num_rows {
             let at = self.next_candidate(cursor).expect("the gang was counted");
             cursor = Some(at);
-            self.seat_newcomer(at.1, 0);
-            let sequence = &mut self.arena[at.1];
+            self.seat_newcomer(&at, 0);
+            let sequence = &mut self.arena[at.slot];
             if is_padded {
                 sequence.num_padding_owed = longest_prompt - sequence.num_tokens();
             }

@@ -92,6 +92,9 @@ impl Scheduler {
         }
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
+        if self.is_fair() {
+            self.charge_outputs(&taken.rows, num_ids);
+        }
         // An event a token, and one for each row that ends.
         self.events.reserve(ids.len() + taken.rows.len());
         let (mut rest, mut tally) = (ids, Tally::default());

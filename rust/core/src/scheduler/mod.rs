@@ -4,9 +4,12 @@
 //! `plan` walks residents once, `commit` its step's rows once; what leaves or enters costs its own rows and blocks.
 
 mod admit;
+mod ageing;
 mod commit;
 mod compact;
 mod fail;
+mod forecast;
+mod line;
 mod pass;
 mod plan;
 mod quarantine;
@@ -19,6 +22,7 @@ use alloc::vec::Vec;
 pub use commit::CommitError;
 pub use compact::ResizeError;
 
+use crate::accounts::Accounts;
 use crate::arena::Arena;
 use crate::config::{Config, ConfigError};
 use crate::event::{Event, EventKind, EventLog};
@@ -28,12 +32,14 @@ use crate::kv_events::KvEvents;
 use crate::layout::StepLayout;
 use crate::policy::{Admission, Key};
 use crate::prefix_cache::ChainHasher;
-use crate::queue::WaitQueue;
+use crate::queue::{Turn, WaitQueue};
 use crate::record::{RecordRing, StepRecord};
 use crate::recording::Recorder;
 use crate::request::{FinishReason, Reject, Request};
-use crate::sequence::{Sequence, State};
+use crate::sequence::{Sequence, Standing, State};
 use crate::step::StepRing;
+use ageing::Ageing;
+use forecast::Forecast;
 use pass::Pass;
 use quarantine::Quarantine;
 use residents::Residents;
@@ -87,6 +93,17 @@ pub struct Scheduler {
     pub(crate) lost: Vec<Seat>,
     pub(crate) num_running: u32,
     pub(crate) num_parked: u32,
+    pub(crate) accounts: Accounts,
+    pub(crate) ageing: Ageing,
+    forecast: Forecast,
+    /// Where the round of scores that are looked up again has got to.
+    refreshed: Option<Turn>,
+    /// Blocks that those running can ever need.
+    pub(crate) num_limit_blocks: u64,
+    /// Blocks that those waiting will hold at their ends, as predicted when they got in line.
+    pub(crate) num_demanded_blocks: u64,
+    /// Tokens of those that wait or are parked, as they had them when they came.
+    pub(crate) num_queued_tokens: u64,
     quarantine: Quarantine,
     pass: Pass,
     /// Counts for the next step's record.
@@ -128,6 +145,13 @@ impl Scheduler {
             lost: Vec::with_capacity(seats as usize),
             num_running: 0,
             num_parked: 0,
+            accounts: Accounts::default(),
+            ageing: Ageing::default(),
+            forecast: Forecast::new(config.block_size),
+            refreshed: None,
+            num_limit_blocks: 0,
+            num_demanded_blocks: 0,
+            num_queued_tokens: 0,
             quarantine: Quarantine::default(),
             pass: Pass::new(&layout, max_filled),
             tally: StepRecord::default(),
@@ -167,13 +191,18 @@ impl Scheduler {
         }
         self.events.begin_silent();
         let max_output = self.admissible(request)?;
-        let key = self.config.key.key(request.priority, self.next_arrival);
+        let account = self.accounts.open(request.tenant);
+        let standing = Standing::new(request, account, self.next_arrival, now_us);
         self.next_arrival += 1;
-        let handle = self.arena.insert(Sequence::new(request, key, max_output));
+        let handle = self
+            .arena
+            .insert(Sequence::new(request, standing, max_output));
         if request.parked {
             self.num_parked += 1;
+            self.num_queued_tokens += request.prompt_token_ids.len() as u64;
         } else {
-            self.queue.insert(key, handle.slot());
+            self.note_wait(handle.slot());
+            self.enqueue(handle.slot());
         }
         Ok(handle)
     }
@@ -218,6 +247,13 @@ impl Scheduler {
                 limit: config.max_queued,
             });
         }
+        let num_tokens = self.num_queued_tokens + prompt.len() as u64;
+        if self.num_queued_tokens > 0 && num_tokens > config.max_queued_tokens {
+            return Err(Reject::QueueTokensFull {
+                num_tokens,
+                limit: config.max_queued_tokens,
+            });
+        }
         Ok(max_output)
     }
 
@@ -256,8 +292,10 @@ impl Scheduler {
         };
         let sequence = &mut self.arena[slot];
         sequence.state = State::Waiting;
-        self.queue.insert(sequence.key, slot);
+        self.num_queued_tokens -= u64::from(sequence.num_prompt);
         self.num_parked -= 1;
+        self.note_wait(slot);
+        self.enqueue(slot);
         true
     }
 
@@ -298,16 +336,27 @@ impl Scheduler {
             reason as i64,
             num_output.into(),
         );
+        let sequence = &self.arena[slot];
+        let num_output = num_output.min(sequence.num_output());
+        let (account, wanted_no_more) = (sequence.standing.account, reason == FinishReason::Stop);
+        self.accounts.close(account);
+        if num_output > 0 && self.predicts() {
+            self.accounts.learn(account, num_output, wanted_no_more);
+        }
         let sequence = &mut self.arena[slot];
         match sequence.state {
-            State::Parked => self.num_parked -= 1,
-            State::Waiting => self.queue.remove(sequence.key, slot),
+            State::Parked => {
+                self.num_parked -= 1;
+                self.num_queued_tokens -= u64::from(sequence.num_prompt);
+            }
+            State::Waiting => self.dequeue(slot),
             State::Running(seat) if self.config.admission == Admission::StaticPadded => {
                 sequence.state = State::Ghost(seat);
                 sequence.plain_until = 0;
                 sequence.quiet_until = 0;
                 sequence.confinement = None;
                 self.num_running -= 1;
+                self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
                 if self.num_running == 0 {
                     self.release_ghosts();
                 }
@@ -316,6 +365,7 @@ impl Scheduler {
             State::Running(seat) => {
                 let key = sequence.key;
                 self.num_running -= 1;
+                self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
                 self.give_up(seat, key);
             }
             State::Ghost(_) => unreachable!("a ghost has ended"),
@@ -340,7 +390,11 @@ impl Scheduler {
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;
         sequence.preempted_in = self.pass.serial;
-        self.queue.insert(key, slot);
+        self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
+        self.forecast.remove(self.arena.handle(slot));
+        self.note_wait(slot);
+        self.enqueue(slot);
+        self.note_wear(slot);
         self.num_running -= 1;
         self.tally.num_preempted += 1;
         self.tally.num_preempted_tokens += i64::from(num_lost);

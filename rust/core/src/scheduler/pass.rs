@@ -7,6 +7,9 @@ use crate::layout::StepLayout;
 use crate::policy::VictimOrder;
 use crate::step::RowInFlight;
 
+/// Waiting requests that a plan tries in vain, at most.
+pub(crate) const MAX_BLOCKED: usize = 8;
+
 #[derive(Debug)]
 pub(crate) struct Pass {
     /// A number of this plan's own, and none of a plan that is over.
@@ -48,6 +51,8 @@ pub(crate) struct Pass {
     pub(crate) debt: u32,
     pub(crate) num_partial: u32,
     pub(crate) num_gained_blocks: usize,
+    /// Waiting requests that did not fit, and that others of their band may pass.
+    pub(crate) blocked: Vec<Slot>,
     /// Table changes that hits of residents made.
     pub(crate) num_hit_changes: usize,
     /// Residents as victims, once anyone asked; from `next_victim` on some may still be.
@@ -83,6 +88,7 @@ impl Pass {
             debt: 0,
             num_partial: 0,
             num_gained_blocks: 0,
+            blocked: Vec::with_capacity(MAX_BLOCKED),
             num_hit_changes: 0,
             victims: None,
             victim_list: Vec::with_capacity(seats),
@@ -110,6 +116,7 @@ impl Pass {
         self.debt = 0;
         self.num_partial = 0;
         self.num_gained_blocks = 0;
+        self.blocked.clear();
         self.num_hit_changes = 0;
         self.victims = None;
         self.best = None;

@@ -23,6 +23,7 @@ impl Scheduler {
         if self.steps.is_full() {
             return self.nothing();
         }
+        self.settle_tier();
         self.residents.settle();
         self.settle_quarantine();
         if self.quarantine.active().is_some() && self.steps.len() > 0 {
@@ -30,6 +31,8 @@ impl Scheduler {
             return self.nothing();
         }
         self.pass.begin(self.config.max_num_batched_tokens);
+        self.forecast.begin();
+        self.refresh_scores();
         if self.config.admission.is_static() {
             self.admit_gang();
         }

@@ -40,13 +40,15 @@ impl Residents {
         }
     }
 
-    /// Takes in who was seated; between two settlings, in key order.
+    /// Takes in who was seated, or has another key; most come in key order, each at the end.
     pub(crate) fn add(&mut self, key: Key, handle: Handle) {
-        assert!(
-            self.newcomers.last().is_none_or(|last| last.key < key),
-            "newcomers are seated in key order"
-        );
-        self.newcomers.push(Resident { key, handle });
+        let resident = Resident { key, handle };
+        if self.newcomers.last().is_none_or(|last| last.key <= key) {
+            self.newcomers.push(resident);
+        } else {
+            let place = self.newcomers.partition_point(|other| other.key <= key);
+            self.newcomers.insert(place, resident);
+        }
     }
 
     /// Marks that the resident with this key has left. O(log residents).
@@ -119,9 +121,21 @@ impl Residents {
     }
 
     /// No settled resident's band is worse.
-    pub(crate) fn worst_band(&self) -> Option<i32> {
+    pub(crate) fn worst_band(&self) -> Option<i64> {
         let worst = self.order.iter().rfind(|resident| !resident.has_left());
         worst.map(|resident| resident.key.band)
+    }
+
+    /// Nobody's band is better.
+    pub(crate) fn best_band(&self) -> Option<i64> {
+        let best_of = |list: &[Resident]| {
+            let best = list.iter().find(|resident| !resident.has_left());
+            best.map(|resident| resident.key.band)
+        };
+        match (best_of(&self.order), best_of(&self.newcomers)) {
+            (Some(settled), Some(newcomer)) => Some(settled.min(newcomer)),
+            (settled, newcomer) => settled.or(newcomer),
+        }
     }
 
     /// Those with a seat now.

@@ -142,12 +142,14 @@ impl Scheduler {
     fn victim_order(&self, slot: Slot, is_band_best: bool) -> VictimOrder {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
+        let most_tokens = sequence.most_tokens();
         let num_computed = sequence.num_planned - u32::from(sequence.decodes_in(self.pass.serial));
         VictimOrder {
             is_member: self.quarantine.active().is_some() && self.is_free_to_run(slot),
             band: Reverse(sequence.key.band),
             is_band_best,
-            ends_in_place: self.kv.len(seat) >= self.config.blocks_for(sequence.most_tokens()),
+            ends_soon: most_tokens - num_computed <= self.config.block_size
+                || self.kv.len(seat) >= self.config.blocks_for(most_tokens),
             num_recomputed: self
                 .kv
                 .num_exclusive(seat)
@@ -156,17 +158,17 @@ impl Scheduler {
         }
     }
 
+    /// Whether anyone may have to leave for `slot`: its age puts it first in line, and displaces nobody.
+    pub(super) fn may_displace(&self, slot: Slot) -> bool {
+        let band = self.own_band(slot);
+        let worst = self.residents.worst_band();
+        self.quarantine.active().is_some() || worst.is_some_and(|worst| worst > band)
+    }
+
     /// Makes what `slot` needs available at the cost of residents of a worse band (or outside its quarantine group);
     /// `false`, and no change, where that is not possible.
     pub(super) fn displace_for(&mut self, slot: Slot, mut need: Need) -> bool {
-        let band = self.arena[slot].key.band;
-        let has_worse = self
-            .residents
-            .worst_band()
-            .is_some_and(|worst| worst > band);
-        if !has_worse && self.quarantine.active().is_none() {
-            return false;
-        }
+        let band = self.own_band(slot);
         let start = self.rank_victims();
         let (mut num_running, mut end) = (self.num_running, start);
         while !need.is_met(num_running) {
@@ -176,7 +178,8 @@ impl Scheduler {
             end += 1;
             if self.may_be_displaced(victim, band) {
                 need.num_available += self.num_freed_by(victim, &self.pass.hits);
-                need.debt -= self.arena[victim].row.debt;
+                // For a group in quarantine no debt was counted.
+                need.debt = need.debt.saturating_sub(self.debt_of(victim));
                 need.has_seat = true;
                 num_running -= 1;
             }
@@ -190,12 +193,23 @@ impl Scheduler {
         true
     }
 
-    fn may_be_displaced(&self, victim: Slot, band: i32) -> bool {
+    fn may_be_displaced(&self, victim: Slot, band: i64) -> bool {
         let is_worse = match self.quarantine.active() {
             Some(_) => !self.is_free_to_run(victim),
             None => self.arena[victim].key.band > band,
         };
         is_worse && self.may_leave(victim)
+    }
+
+    /// What goes with `victim` of the debt that an admission reckons with.
+    fn debt_of(&self, victim: Slot) -> u32 {
+        match self.config.admission {
+            Admission::Reserve => {
+                let seat = self.arena[victim].seat().expect("a victim has a seat");
+                self.limit_blocks(victim) - self.kv.len(seat)
+            }
+            _ => self.arena[victim].row.debt,
+        }
     }
 
     /// Blocks that come free with `victim`, but for those in `kept`.

@@ -1,0 +1,131 @@
+"""A core driven by a script: every request's true length is known, and no model runs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from noria import _core
+from noria._core import Core
+from noria.errors import NoriaError
+from noria.runner.step import StepView
+
+STOP_ID = 2
+_OTHER_ID = 7
+_STOP_IDS = np.array([STOP_ID], dtype=np.int32)
+_FIRST_ID = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step did.
+
+    Attributes:
+        admitted: handles that got their first seat.
+        preempted: handles that lost their seat.
+        handles: of the rows, in order.
+        counts: tokens of each row.
+    """
+
+    admitted: list[int]
+    preempted: list[int]
+    handles: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+
+
+class ScriptedCore:
+    """A core at depth 1, and a null runner that knows when each request wants to end.
+
+    Args:
+        core: built with depth 1, and nothing submitted to it.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.num_output_tokens = 0
+        self.num_preempted = 0
+        self.now_us = 0
+        self.finished_us: dict[int, int] = {}
+        self._view = StepView(core.layout)
+        self._seat_handle = np.full(core.layout.max_num_seqs, -1, dtype=np.int64)
+        self._seat_wanted = np.zeros(core.layout.max_num_seqs, dtype=np.int64)
+        self._seat_prompt = np.zeros(core.layout.max_num_seqs, dtype=np.int64)
+        self._wanted: dict[int, tuple[int, int]] = {}
+        self._num_submitted = 0
+
+    def submit(
+        self,
+        num_prompt: int,
+        max_tokens: int,
+        *,
+        wanted: int | None = None,
+        priority: int = 0,
+        expected: int | None = None,
+    ) -> int:
+        """Queues a request whose prompt is like no other's.
+
+        Args:
+            num_prompt: tokens of its prompt.
+            max_tokens: output tokens, at most.
+            wanted: output tokens after which it stops by itself; None: never.
+            priority: its band.
+            expected: a hint of its length.
+        """
+        prompt = np.full(num_prompt, _FIRST_ID, dtype=np.int32)
+        # The first id names the prompt, so that no two share a block.
+        prompt[0] = _FIRST_ID + 1 + self._num_submitted
+        self._num_submitted += 1
+        handle = self.core.submit(
+            self.now_us,
+            prompt,
+            max_tokens,
+            priority=priority,
+            expected_tokens=expected,
+            stop_token_ids=_STOP_IDS,
+        )
+        self._wanted[handle] = (num_prompt, max_tokens + 1 if wanted is None else wanted)
+        return handle
+
+    def step(self) -> Step | None:
+        """Plans a step, runs it and commits it; None where there is nothing to do."""
+        plan = self.core.plan(self.now_us, self._view.buffer)
+        if plan.kind == plan.IDLE:
+            return None
+        if plan.kind != plan.STEP:
+            raise NoriaError(f"the core waits for step {plan.step}, though none is in flight")
+        told = self.core.events[: plan.num_events].tolist()
+        view = self._view
+        self._seat_handle[view.lost] = -1
+        for seat, handle in zip(view.gained_seats.tolist(), view.gained_handles.tolist(), strict=True):
+            self._seat_handle[seat] = handle
+            self._seat_prompt[seat], self._seat_wanted[seat] = self._wanted[handle]
+        seats = view.row_seat
+        step = Step(
+            admitted=[row[0] for row in told if row[1] == _core.ADMITTED],
+            preempted=[row[0] for row in told if row[1] == _core.PREEMPTED],
+            handles=self._seat_handle[seats],
+            counts=view.row_count.copy(),
+        )
+        samples = (view.row_flags & _core.SAMPLES) != 0
+        # The token that a row samples is at this output position.
+        ends = view.row_start[samples].astype(np.int64) + view.row_count[samples]
+        is_last = ends - self._seat_prompt[seats[samples]] + 1 >= self._seat_wanted[seats[samples]]
+        ids = np.where(is_last, STOP_ID, _OTHER_ID).astype(np.int32)
+        num_events = self.core.commit(plan.step, samples.astype(np.int32), ids, 0, self.now_us)
+        told = self.core.events[:num_events].tolist()
+        for row in told:
+            if row[1] == _core.FINISHED:
+                self.finished_us[row[0]] = self.now_us
+                del self._wanted[row[0]]
+        self.num_steps += 1
+        self.num_computed_tokens += int(view.num_tokens)
+        self.num_output_tokens += len(ids)
+        self.num_preempted += len(step.preempted)
+        return step
+
+    def drain(self) -> None:
+        """Steps until nothing is left to do."""
+        while self.step() is not None:
+            self.now_us += 1

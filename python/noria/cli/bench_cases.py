@@ -1,0 +1,112 @@
+"""`noria bench cases`: what the scheduler does where others go wrong, with a peer's figures beside."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from noria.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from noria.bench.cases import CaseRow
+
+EXAMPLES = """Examples:
+
+  noria bench cases
+  noria bench cases --trace AzureLLMInferenceTrace_conv.csv
+"""
+
+
+def cases(
+    *,
+    trace: Annotated[
+        Path | None,
+        Parameter(
+            help="A CSV file with the columns ContextTokens and GeneratedTokens: its lengths are run too."
+        ),
+    ] = None,
+    num_requests: Annotated[int, Parameter(help="Of the trace, the first ones.")] = 4000,
+) -> None:
+    """Cases in which a scheduler under pressure goes wrong, counted in steps, beside vLLM's stored figures.
+
+    No model runs: each case is a script of requests whose lengths are known. It takes seconds, and ends with
+    status 1 if a bar is not met.
+    """
+    from rich.console import Console
+
+    from noria.bench.cases import VLLM_SOURCE, run_cases
+
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+    rows = run_cases()
+    console.print(_table(rows))
+    console.print(f"vLLM's side is stored: {VLLM_SOURCE}.")
+    if trace is not None:
+        _run_trace(console, trace, num_requests)
+    missed = [row.case for row in rows if not row.is_met]
+    if missed:
+        console.print(f"Not met: {', '.join(missed)}.")
+        raise SystemExit(1)
+
+
+def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
+    from rich.table import Table
+
+    from noria.bench.trace_cases import read_trace, run_admissions, run_orders
+
+    if num_requests < 1:
+        raise ConfigError(
+            f"--num-requests is {num_requests}; it must be 1 or more",
+            name="--num-requests",
+            value=num_requests,
+        )
+    lengths = read_trace(path, num_requests)
+    admissions = run_admissions(lengths)
+    table = Table(title=f"{len(lengths)} requests at once, 65,536 KV tokens, max_tokens 2,048")
+    for name in (
+        "admission",
+        "steps",
+        "output tokens a step",
+        "of optimistic",
+        "computed again",
+        "preemptions",
+    ):
+        table.add_column(name)
+    best = admissions[0].useful_tokens_per_step
+    for run in admissions:
+        table.add_row(
+            run.admission,
+            str(run.num_steps),
+            f"{run.useful_tokens_per_step:.2f}",
+            f"{run.useful_tokens_per_step / best:.1%}",
+            f"{run.recomputed_share:.2%}",
+            str(run.num_preempted),
+        )
+    console.print(table)
+    table = Table(title="The same lengths arriving at 90% load; hints off by a lognormal error, sigma 0.5")
+    for name in ("policy", "ageing", "mean latency, steps", "of fcfs", "longest, steps"):
+        table.add_column(name)
+    orders = run_orders(lengths, admissions[1].num_steps)
+    for order in orders:
+        table.add_row(
+            order.policy,
+            str(order.ageing_steps or "off"),
+            f"{order.mean_latency_steps:.0f}",
+            f"{order.mean_latency_steps / orders[0].mean_latency_steps:.2f}",
+            f"{order.longest_latency_steps:.0f}",
+        )
+    console.print(table)
+
+
+def _table(rows: "list[CaseRow]") -> "Table":
+    from rich.table import Table
+
+    table = Table(title="Cases, each against its bar")
+    for name in ("", "case", "vLLM (stored)", "noria", "bar", "met"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.case, row.what, row.vllm, row.noria, row.bar, "yes" if row.is_met else "NO")
+    return table
