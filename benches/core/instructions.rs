@@ -1,8 +1,10 @@
-//! Instructions a sequence-step in steady decode, counted by callgrind: the same in every run, on every machine of a kind.
+//! Instructions a sequence-step in steady decode, and a block of the pool, counted by callgrind: the same in every run, on
+//! every machine of a kind.
 //!
 //! `cargo bench --bench instructions [-- SIZE...]` runs itself under valgrind once a size, prints what each verb costs
 //! beside the limits, and fails where one is exceeded. `-- --test` counts only the two sizes that the limits need.
 
+mod pool;
 mod workload;
 
 use std::collections::BTreeMap;
@@ -18,8 +20,12 @@ const MAX_PER_ROW: f64 = 250.0;
 const GROWTH_SIZES: [u32; 2] = [256, 4096];
 const MAX_GROWTH: f64 = 17.0;
 const NUM_TURNS: u32 = 50;
+/// Instructions that a block costs, at most: reserved among others in a row and released, and reserved by an eviction.
+const MAX_PER_BLOCK: [f64; 2] = [40.0, 150.0];
 /// The first argument of a run that is to be counted.
 const COUNTED: &str = "--counted";
+/// In place of a size: the run is the pool's.
+const POOL: &str = "pool";
 
 /// Each verb in a function of its own, which callgrind knows by its name.
 struct Counted;
@@ -50,10 +56,15 @@ fn counted_commit<T>(call: impl FnOnce() -> T) -> T {
 }
 
 const COUNTED_VERBS: [&str; 3] = ["counted_submit", "counted_plan", "counted_commit"];
+const COUNTED_RESERVATIONS: [&str; 2] = ["counted_in_runs", "counted_evicting"];
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     if args.first().is_some_and(|arg| arg == COUNTED) {
+        if args[1] == POOL {
+            println!("{}", pool::run_counted());
+            return ExitCode::SUCCESS;
+        }
         run_counted(args[1].parse().expect("a size is a number"));
         return ExitCode::SUCCESS;
     }
@@ -68,11 +79,20 @@ fn main() -> ExitCode {
         .map(|arg| arg.parse().expect("a size is a number"))
         .collect();
     let is_trial = args.iter().any(|arg| arg == "--test");
-    report(match given.is_empty() {
-        false => &given,
-        true if is_trial => &GROWTH_SIZES,
-        true => &SIZES,
-    })
+    let are_within = [
+        report(match given.is_empty() {
+            false => &given,
+            true if is_trial => &GROWTH_SIZES,
+            true => &SIZES,
+        }),
+        report_pool(),
+    ];
+    if are_within == [true; 2] {
+        ExitCode::SUCCESS
+    } else {
+        println!("over the limit");
+        ExitCode::FAILURE
+    }
 }
 
 /// The run under valgrind: only what `Counted` measures is counted.
@@ -83,13 +103,25 @@ fn run_counted(running: u32) {
     println!("{num_rows}");
 }
 
-fn report(sizes: &[u32]) -> ExitCode {
+fn report_pool() -> bool {
+    let (num_blocks, counts) = count(POOL, COUNTED_RESERVATIONS);
+    let [in_runs, evicting] = counts.map(|count| f64::from(count) / f64::from(num_blocks));
+    let [max_in_runs, max_evicting] = MAX_PER_BLOCK;
+    println!(
+        "instructions a block, of a pool of {}: reserved in runs and released {in_runs:.1}, the limit is \
+         {max_in_runs}; reserved by eviction {evicting:.1}, the limit is {max_evicting}",
+        pool::NUM_BLOCKS
+    );
+    in_runs <= max_in_runs && evicting <= max_evicting
+}
+
+fn report(sizes: &[u32]) -> bool {
     println!("instructions a sequence-step; the limit is {MAX_PER_ROW}");
     println!("running   submit     plan   commit    total   instructions a step");
     let mut is_within = true;
     let mut per_step = BTreeMap::new();
     for &running in sizes {
-        let (num_rows, counts) = count(running);
+        let (num_rows, counts) = count(&running.to_string(), COUNTED_VERBS);
         let total: f64 = counts.iter().copied().map(f64::from).sum();
         let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
         let per_row = total / f64::from(num_rows);
@@ -106,24 +138,19 @@ fn report(sizes: &[u32]) -> ExitCode {
         );
         is_within &= growth <= MAX_GROWTH;
     }
-    if is_within {
-        ExitCode::SUCCESS
-    } else {
-        println!("over the limit");
-        ExitCode::FAILURE
-    }
+    is_within
 }
 
-/// The rows of a counted run, and the instructions of each verb.
-fn count(running: u32) -> (u32, [u32; 3]) {
+/// The rows or blocks of a counted run, and the instructions of each of the functions that are counted in it.
+fn count<const N: usize>(what: &str, functions: [&str; N]) -> (u32, [u32; N]) {
     let profile =
-        std::env::temp_dir().join(format!("noria-{}-{running}.callgrind", std::process::id()));
+        std::env::temp_dir().join(format!("noria-{}-{what}.callgrind", std::process::id()));
     let run = Command::new("valgrind")
         .args(["--tool=callgrind", "--quiet", "--collect-atstart=no"])
-        .args(COUNTED_VERBS.map(|verb| format!("--toggle-collect=*{verb}*")))
+        .args(functions.map(|function| format!("--toggle-collect=*{function}*")))
         .arg(format!("--callgrind-out-file={}", profile.display()))
         .arg(std::env::current_exe().expect("this program has a path"))
-        .args([COUNTED, &running.to_string()])
+        .args([COUNTED, what])
         .output()
         .expect("valgrind runs");
     assert!(
@@ -131,21 +158,21 @@ fn count(running: u32) -> (u32, [u32; 3]) {
         "the counted run failed: {}",
         String::from_utf8_lossy(&run.stderr)
     );
-    let num_rows = String::from_utf8_lossy(&run.stdout).trim().parse();
-    let counts = inclusive(&profile);
+    let num = String::from_utf8_lossy(&run.stdout).trim().parse();
+    let counts = inclusive(&profile, functions);
     if std::env::var_os("NORIA_KEEP_PROFILE").is_some() {
         println!("{}", profile.display());
     } else {
         std::fs::remove_file(&profile).expect("the profile was written");
     }
-    (num_rows.expect("the run prints its rows"), counts)
+    (num.expect("the run prints its rows or blocks"), counts)
 }
 
-/// Inclusive instructions of each counted verb: after a call's `cfn=` and `calls=` lines stands what the call cost.
-fn inclusive(profile: &Path) -> [u32; 3] {
+/// Inclusive instructions of each counted function: after a call's `cfn=` and `calls=` lines stands what the call cost.
+fn inclusive<const N: usize>(profile: &Path, functions: [&str; N]) -> [u32; N] {
     let text = std::fs::read_to_string(profile).expect("callgrind wrote its profile");
     let mut names = BTreeMap::new();
-    let mut counts = [0; 3];
+    let mut counts = [0; N];
     let mut lines = text.lines();
     while let Some(line) = lines.next() {
         // A name stands beside its number once, and is its number from then on.
@@ -164,15 +191,17 @@ fn inclusive(profile: &Path) -> [u32; 3] {
             .split(' ')
             .next()
             .expect("split gives one part at least");
-        let verb = COUNTED_VERBS
-            .iter()
-            .position(|verb| names.get(number).is_some_and(|name| name.contains(verb)));
+        let function = functions.iter().position(|function| {
+            names
+                .get(number)
+                .is_some_and(|name| name.contains(function))
+        });
         let cost = lines
             .find(|line| !line.starts_with("calls="))
             .and_then(|line| line.split(' ').nth(1))
             .expect("a call has a cost");
-        if let Some(verb) = verb {
-            counts[verb] += cost.parse::<u32>().expect("a cost is a number");
+        if let Some(function) = function {
+            counts[function] += cost.parse::<u32>().expect("a cost is a number");
         }
     }
     counts

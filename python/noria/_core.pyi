@@ -17,6 +17,11 @@ FINISHED: Final[int]
 PREEMPTED: Final[int]
 RESUMED: Final[int]
 
+# Kinds of KV events (column 0 of `Core.kv_events`).
+KV_STORED: Final[int]
+KV_REMOVED: Final[int]
+KV_MOVED: Final[int]
+
 # Finish reasons (column 2 of a FINISHED event).
 STOP: Final[int]
 LENGTH: Final[int]
@@ -103,6 +108,27 @@ class Plan:
     """Rows written to `Core.events` by this call."""
 
 @final
+class KvFigures:
+    """How KV memory lies at one moment; blocks, but for `num_unused_slots`."""
+
+    num_blocks: int
+    """In all; while the pool shrinks, also those that are still to be moved."""
+    num_free: int
+    num_cached: int
+    num_held: int
+    num_free_runs: int
+    """Runs that the free blocks lie in."""
+    longest_free_run: int
+    num_sequences: int
+    """Sequences that hold blocks."""
+    num_table_blocks: int
+    """Table entries of all sequences; a shared block counts for each."""
+    num_runs: int
+    """Runs that those lie in."""
+    num_unused_slots: int
+    """Slots of held blocks without a token, steps in flight included."""
+
+@final
 class Core:
     """The six verbs. Not thread-safe: one thread owns it.
 
@@ -137,6 +163,10 @@ class Core:
         fair_output_weight: int = 2,
         hash_seed: int = 0,
         num_records: int = 4096,
+        max_moves: int = 64,
+        forced_moves: int = 0,
+        contiguous: bool = False,
+        num_kv_events: int = 0,
         record: bool = False,
     ) -> Core: ...
     @property
@@ -217,6 +247,33 @@ class Core:
     def expire(self, handle: int, now_us: int) -> bool: ...
     def reset_prefix_cache(self, now_us: int) -> int:
         """Forgets every cached block that no request holds, and hides the held ones; blocks freed."""
+    def resize(self, num_blocks: int, now_us: int) -> None:
+        """Gives the pool another size. Cached blocks beyond it are forgotten, held ones moved by plans.
+
+        Raises:
+            noria.errors.ConfigError: out of range, less than an accepted request may need, or batches
+                are static.
+        """
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether a block beyond the new size is still in use. The steps in flight when this turns false
+        still read such blocks."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, as last set; block 0 is not counted."""
+    def kv_figures(self) -> KvFigures:
+        """Counts how KV memory lies; O(table entries)."""
+    @property
+    def num_kv_events(self) -> int:
+        """KV events ever."""
+    def kv_events(self, first: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """KV events from number `first` on.
+
+        Returns:
+            How many of them were dropped, and `[n, 8 + block_size]` the others: kind, block, where it
+            was, hash (low, high), the prefix's before it (low, high), number of tokens, tokens (−1
+            behind them).
+        """
     @property
     def num_waiting(self) -> int: ...
     @property

@@ -127,7 +127,9 @@ class Assembly:
             device,
         )
         executor = TorchExecutor(self.model, kv, core.layout)
-        return start_engine(core, executor, depth=self.config.depth, mask_provider=self.watch.masks)
+        return start_engine(
+            core, executor, depth=self.config.depth, mask_provider=self.watch.masks, kv_memory=kv
+        )
 
     @property
     def default_sampling_params(self) -> SamplingParams:

@@ -266,11 +266,15 @@ class ResolvedConfig:
     watermark_blocks: int
     notes: tuple[str, ...] = ()
 
-    def core(self, *, max_drafts: int = 0, record: bool = False) -> Core:
+    def core(
+        self, *, max_drafts: int = 0, forced_moves: int = 0, num_kv_events: int = 0, record: bool = False
+    ) -> Core:
         """A core of this configuration.
 
         Args:
             max_drafts: draft tokens a row; only the null runner verifies drafts.
+            forced_moves: for tests: KV blocks that each step moves though nothing is gained by it.
+            num_kv_events: KV events kept for a router; 0 for none.
             record: whether it keeps every verb for `replay`.
         """
         engine = self.engine
@@ -283,6 +287,8 @@ class ResolvedConfig:
             vocab_size=self.vocab_size,
             depth=engine.depth,
             max_drafts=max_drafts,
+            forced_moves=forced_moves,
+            num_kv_events=num_kv_events,
             max_partial_prefills=engine.max_partial_prefills,
             long_prefill_token_threshold=engine.long_prefill_token_threshold,
             enable_prefix_caching=engine.enable_prefix_caching,

@@ -15,13 +15,15 @@ import numpy.typing as npt
 
 from noria import _core
 from noria._core import Core
-from noria.errors import NoriaError, RejectedError, TokenOutOfRangeError
+from noria.errors import ConfigError, NoriaError, RejectedError, TokenOutOfRangeError
 from noria.hints import NO_HINTS, SchedulingHints
+from noria.kv_stats import KvEvents, KvStats
 from noria.outputs import Events
 from noria.runner.base import (
     DraftProvider,
     Executor,
     HostMasks,
+    KvMemory,
     MaskProvider,
     MaskRequest,
     SeatInit,
@@ -81,6 +83,7 @@ class Engine:
             them have been given out; if it raises, the requests that it was asked about end with an
             error.
         draft_provider: asked before each plan, if the core was built with `max_drafts`.
+        kv_memory: what `resize_kv_cache` resizes beside the core's pool; None: there is none.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Engine:
         *,
         mask_provider: MaskProvider | None = None,
         draft_provider: DraftProvider | None = None,
+        kv_memory: KvMemory | None = None,
     ) -> None:
         self._process_id = os.getpid()
         self._core = core
@@ -99,6 +103,8 @@ class Engine:
         self._depth = len(ring) - 1
         self._mask_provider = mask_provider
         self._draft_provider = draft_provider
+        self._kv_memory = kv_memory
+        self._is_kv_memory_due = False  # the pool has another size than the memory
         self._next_buffer = 0
         self._in_flight: deque[_InFlight] = deque()
         self._held: _InFlight | None = None  # its sample waits for masks; nothing is planned meanwhile
@@ -147,6 +153,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
         return self._stats.snapshot()
+
+    def kv_stats(self) -> KvStats:
+        """How KV memory lies now."""
+        return KvStats.of(self._core)
+
+    def kv_events(self, first: int = 0) -> KvEvents:
+        """What became findable in the KV cache, moved or was forgotten, from event number `first` on.
+
+        For a router that sends requests to where their prefix is: ask again from `next_event`; where
+        `num_missed` is not 0, forget all and start over after `reset_prefix_cache`.
+        """
+        return KvEvents.of(self._core, first)
 
     def add_text_time(self, text_us: int) -> None:
         """Counts time spent between text and token ids, for `stats`."""
@@ -261,6 +279,51 @@ class Engine:
         """Forgets what prompts have in common; the number of blocks that came free."""
         return self._core.reset_prefix_cache(_now_us())
 
+    def resize_kv_cache(self, num_blocks: int) -> None:
+        """Gives the KV cache another size, while requests run.
+
+        Down: cached blocks beyond it are forgotten, those in use move, and once no step reads them their
+        memory goes back to the system. Nobody is admitted before that; where not all fit, some requests
+        are preempted. Up: what is in flight is waited for, as memory may move.
+
+        Args:
+            num_blocks: usable blocks from now on.
+
+        Raises:
+            ConfigError: out of range, or a request that was accepted may need more, or batches are
+                static, or the system does not give so much memory; nothing has changed.
+            EngineDeadError: the engine takes no more work.
+        """
+        self._require_usable()
+        if num_blocks < 1:
+            raise ConfigError(
+                f"num_blocks is {num_blocks}; it must be at least 1", name="num_blocks", value=num_blocks
+            )
+        if num_blocks > self._core.num_blocks and self._kv_memory is not None:
+            self._grow_kv_memory(self._kv_memory, num_blocks)
+        self._core.resize(num_blocks, _now_us())
+        self._is_kv_memory_due = self._kv_memory is not None
+        self._resize_kv_memory()
+
+    def _grow_kv_memory(self, memory: KvMemory, num_blocks: int) -> None:
+        """Takes memory for a larger pool; where the pool refuses after all, the next resize gives it back."""
+        while self._in_flight:  # it may lie elsewhere afterwards
+            self._supply_masks()
+            self._take_result(self._await_result(None))
+        if num_blocks > memory.num_blocks:
+            memory.resize(num_blocks)
+
+    def _resize_kv_memory(self) -> bool:
+        """Brings the memory to the pool's size, if that is due; whether no step may be planned before."""
+        if not self._is_kv_memory_due or self._core.is_shrinking:
+            return False
+        if self._in_flight:
+            return True
+        assert self._kv_memory is not None
+        self._kv_memory.resize(self._core.num_blocks)
+        self._is_kv_memory_due = False
+        return False
+
     # ---- the loop
 
     def turn(self, *, while_waiting: Callable[[], None] | None = None) -> Events | None:
@@ -306,6 +369,7 @@ class Engine:
     def _end_turn(self, result: StepResult | None) -> Events | None:
         if result is not None:
             self._take_result(result)
+            self._resize_kv_memory()
         elif not self._rows:
             if self.has_work:
                 raise NoriaError(f"the core is idle while {len(self._requests)} requests wait")
@@ -320,7 +384,7 @@ class Engine:
         return events
 
     def _plan_ahead(self) -> None:
-        while len(self._in_flight) < self._depth and self._held is None:
+        while len(self._in_flight) < self._depth and self._held is None and not self._resize_kv_memory():
             now_us = _now_us()
             view = self._ring[self._next_buffer]
             drafts = None if self._draft_provider is None else self._draft_provider()
@@ -481,6 +545,7 @@ def start_engine(
     depth: int,
     mask_provider: MaskProvider | None = None,
     draft_provider: DraftProvider | None = None,
+    kv_memory: KvMemory | None = None,
 ) -> Engine:
     """An engine over a thread of its own.
 
@@ -490,10 +555,13 @@ def start_engine(
         depth: of the core.
         mask_provider: see `Engine`.
         draft_provider: see `Engine`.
+        kv_memory: see `Engine`.
     """
     ring = tuple(StepView(core.layout) for _ in range(depth + 1))
     runner = ThreadRunner(executor, ring)
-    return Engine(core, runner, ring, mask_provider=mask_provider, draft_provider=draft_provider)
+    return Engine(
+        core, runner, ring, mask_provider=mask_provider, draft_provider=draft_provider, kv_memory=kv_memory
+    )
 
 
 def _token_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:

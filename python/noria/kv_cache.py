@@ -36,12 +36,12 @@ class KvCache:
     """K and V of every layer, by block; block 0 is for padding, zeroed, and never stored to.
 
     On a CPU it is one anonymous private mapping, whose pages the system gives as they are first touched, so a
-    cache may be larger than what is in use.
+    cache may be larger than what is in use; `resize` gives them back.
 
     Attributes:
         num_blocks: usable blocks, which are 1 to `num_blocks`.
         block_size: tokens of a block.
-        nbytes: of the whole, block 0 included.
+        nbytes: of those and block 0.
         dtype: of K and V.
         device: where it lies.
     """
@@ -63,24 +63,81 @@ class KvCache:
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", name=name, value=value)
         c = model_config
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.nbytes = kv_bytes_per_block(c, block_size, dtype) * (num_blocks + 1)
-        shape = (c.num_layers, 2, num_blocks + 1, block_size, c.num_kv_heads, c.head_dim)
+        self._block_bytes = kv_bytes_per_block(c, block_size, dtype)
+        self._pieces = (c.num_layers, 2)
+        self._block_shape = (block_size, c.num_kv_heads, c.head_dim)
+        self._all, self._mapping = self._reserved(num_blocks)
+        self._use(num_blocks)
+
+    def _reserved(self, num_blocks: int) -> tuple[torch.Tensor, mmap.mmap | None]:
+        """Zeros `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]`, and their mapping."""
+        nbytes = self._block_bytes * (num_blocks + 1)
+        shape = (*self._pieces, num_blocks + 1, *self._block_shape)
         try:
-            memory = _mapped(self.nbytes, dtype) if device.type == "cpu" else None
-            self._all = (
-                memory.view(shape) if memory is not None else torch.zeros(shape, dtype=dtype, device=device)
-            )
+            if self.device.type != "cpu":
+                return torch.zeros(shape, dtype=self.dtype, device=self.device), None
+            mapping = _mapped(nbytes)
+            count = nbytes // self.dtype.itemsize
+            return torch.frombuffer(mapping, dtype=self.dtype, count=count).view(shape), mapping
         except (OSError, OverflowError, ValueError, MemoryError, torch.OutOfMemoryError):
             raise ConfigError(
-                f"num_kv_blocks is {num_blocks}: the system does not give {self.nbytes} bytes for a KV cache",
+                f"num_kv_blocks is {num_blocks}: the system does not give {nbytes} bytes for a KV cache",
                 name="num_kv_blocks",
                 value=num_blocks,
             ) from None
-        self._layers = [(layer[0], layer[1]) for layer in self._all]
+
+    def _use(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.nbytes = self._block_bytes * (num_blocks + 1)
+        self._layers = [(layer[0], layer[1]) for layer in self._all[:, :, : num_blocks + 1]]
+
+    def resize(self, num_blocks: int) -> None:
+        """Keeps blocks up to `num_blocks`, and gives the memory of others back to the system, or takes more.
+
+        No step may be on its way. Growing beyond the largest size so far copies what is kept.
+
+        Args:
+            num_blocks: usable blocks from now on.
+
+        Raises:
+            ConfigError: it is below 1, or the system does not give so much memory; nothing has changed.
+        """
+        if num_blocks < 1:
+            raise ConfigError(
+                f"num_kv_blocks is {num_blocks}; it must be at least 1",
+                name="num_kv_blocks",
+                value=num_blocks,
+            )
+        num_reserved = self._all.shape[2] - 1
+        # What was mapped stays mapped; elsewhere memory only goes back as a whole.
+        if num_blocks > num_reserved or (num_blocks < self.num_blocks and self._mapping is None):
+            self._move_to(num_blocks)
+        elif num_blocks < self.num_blocks:
+            self._give_back(num_blocks)
+        self._use(num_blocks)
+
+    def _move_to(self, num_blocks: int) -> None:
+        num_kept = min(num_blocks, self.num_blocks) + 1
+        memory, mapping = self._reserved(num_blocks)
+        for layer in range(self._pieces[0]):
+            for part in range(self._pieces[1]):
+                memory[layer, part, :num_kept] = self._all[layer, part, :num_kept]
+        self._all, self._mapping = memory, mapping
+
+    def _give_back(self, num_blocks: int) -> None:
+        """Gives pages behind block `num_blocks` back to the system; they are zeros when next read."""
+        if self._mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        piece_bytes = self._all.stride(1) * self.dtype.itemsize
+        kept_bytes = self._all.stride(2) * self.dtype.itemsize * (num_blocks + 1)
+        for piece in range(self._pieces[0] * self._pieces[1]):
+            start = -(-(piece * piece_bytes + kept_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (piece + 1) * piece_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > start:
+                self._mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each `[num_blocks + 1, block_size, num_kv_heads, head_dim]`."""
@@ -102,11 +159,9 @@ class KvCache:
         blocks.index_copy_(1, dst, blocks.index_select(1, src))
 
 
-def _mapped(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+def _mapped(nbytes: int) -> mmap.mmap:
     """Zeros in an anonymous mapping, which lives as long as a view of it does."""
     if sys.platform == "win32":
-        mapping = mmap.mmap(-1, nbytes)
-    else:
-        # Python maps shared by default: such pages are not given back by MADV_DONTNEED.
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=dtype, count=nbytes // dtype.itemsize)
+        return mmap.mmap(-1, nbytes)
+    # Python maps shared by default: such pages are not given back by MADV_DONTNEED.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -18,6 +18,7 @@ from noria.engine import Engine
 from noria.errors import ConfigError, NoriaError, RejectedError
 from noria.hints import SchedulingHints, spread_hints
 from noria.interrupts import HeldInterrupts
+from noria.kv_stats import KvStats
 from noria.models import Model
 from noria.outputs import EventCollector, Events, RequestOutput
 from noria.progress import ProgressBar
@@ -292,6 +293,19 @@ class LLM:
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
         return self.engine.stats()
+
+    def resize_kv_cache(self, num_blocks: int) -> None:
+        """Gives the KV cache another size; see `Engine.resize_kv_cache`. May be called from `on_events`.
+
+        Raises:
+            ConfigError: out of range, less than a request that was accepted may need, batches are static,
+                or the system does not give so much memory; nothing has changed.
+        """
+        self.engine.resize_kv_cache(num_blocks)
+
+    def kv_stats(self) -> KvStats:
+        """How the KV cache lies now."""
+        return self.engine.kv_stats()
 
     def close(self) -> None:
         """Stops the engine. Idempotent."""

@@ -36,6 +36,7 @@ class EngineStats:
         num_preemptions: times a sequence gave up its KV.
         num_preempted_tokens: tokens whose KV those gave up.
         num_finished: requests that commits finished.
+        num_moves: KV blocks moved.
         seat_steps: sum over steps of the seats held.
         available_seat_steps: sum over steps of the seats there are.
         peak_held_blocks: the most KV blocks held after any plan.
@@ -69,6 +70,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_preempted_tokens: int = 0
     num_finished: int = 0
+    num_moves: int = 0
     seat_steps: int = 0
     available_seat_steps: int = 0
     peak_held_blocks: int = 0
@@ -195,6 +197,7 @@ class StatsKeeper:
             num_preemptions=total["num_preempted"],
             num_preempted_tokens=total["num_preempted_tokens"],
             num_finished=total["num_finished"],
+            num_moves=total["num_moves"],
             seat_steps=total["num_running"],
             available_seat_steps=self._num_steps * self._num_seats,
             peak_held_blocks=self._peak_held_blocks,

@@ -3,6 +3,7 @@
 mod bounds;
 mod buffer_limits;
 mod commit_errors;
+mod compaction;
 mod enumerated;
 mod naive;
 mod naive_plans;

@@ -114,6 +114,7 @@ fn plans_are_those_of_a_naive_model() {
         is_static: false,
         has_drafts: false,
         has_failures: false,
+        has_resizes: false,
     };
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..150));
     let seen = Cell::new(Seen::default());

@@ -342,8 +342,8 @@ impl Naive {
         } else {
             self.debt()
         };
-        let had_seat = self.num_free_seats() > 0;
-        let mut has_seat = had_seat;
+        let was_seat_free = self.num_free_seats() > 0;
+        let mut has_seat = was_seat_free;
         let mut num_running = self.handles(State::Running).len();
         let watermark = |num_running: usize| {
             if num_running == 0 || is_reserved {
@@ -360,7 +360,7 @@ impl Naive {
                 Outlook::Exceeds => {}
             }
         }
-        let stuck = if had_seat && !self.sequence(handle).was_admitted {
+        let stuck = if was_seat_free && !self.sequence(handle).was_admitted {
             Entry::Blocked
         } else {
             Entry::Closed

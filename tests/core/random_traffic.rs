@@ -39,6 +39,12 @@ fn traffic(scope: Scope, num_cases: u32) {
         "{seen:?}"
     );
     assert!(seen.errors > 0, "{seen:?}");
+    assert_eq!(seen.moves > 0, !scope.is_static, "{seen:?}");
+    assert_eq!(
+        seen.shrinks > 0 && seen.growths > 0 && seen.slides > 0,
+        scope.has_resizes && !scope.is_static,
+        "{seen:?}"
+    );
     assert_eq!(
         seen.ghosts > 0 && seen.padding > 0,
         scope.is_static,
@@ -56,6 +62,7 @@ fn every_request_gets_its_own_tokens_in_any_traffic() {
             is_static: false,
             has_drafts: false,
             has_failures: false,
+            has_resizes: false,
         },
         150,
     );
@@ -68,6 +75,7 @@ fn every_request_gets_its_own_tokens_with_drafts_in_any_traffic() {
             is_static: false,
             has_drafts: true,
             has_failures: false,
+            has_resizes: false,
         },
         150,
     );
@@ -80,6 +88,33 @@ fn every_request_gets_its_own_tokens_with_drafts_and_failures_in_any_traffic() {
             is_static: false,
             has_drafts: true,
             has_failures: true,
+            has_resizes: false,
+        },
+        200,
+    );
+}
+
+#[test]
+fn every_request_gets_its_own_tokens_while_the_pool_is_resized() {
+    traffic(
+        Scope {
+            is_static: false,
+            has_drafts: false,
+            has_failures: false,
+            has_resizes: true,
+        },
+        200,
+    );
+}
+
+#[test]
+fn every_request_gets_its_own_tokens_while_the_pool_is_resized_and_steps_fail() {
+    traffic(
+        Scope {
+            is_static: false,
+            has_drafts: true,
+            has_failures: true,
+            has_resizes: true,
         },
         200,
     );
@@ -92,6 +127,7 @@ fn every_request_gets_its_own_tokens_in_static_batches() {
             is_static: true,
             has_drafts: true,
             has_failures: false,
+            has_resizes: false,
         },
         100,
     );
@@ -104,6 +140,7 @@ fn every_request_gets_its_own_tokens_in_static_batches_with_failures() {
             is_static: true,
             has_drafts: true,
             has_failures: true,
+            has_resizes: false,
         },
         150,
     );

@@ -7,11 +7,12 @@ use crate::support::{Ask, World};
 use crate::traffic::{Scope, apply, check, configs, verbs, wind_up};
 
 fn scopes() -> impl Strategy<Value = Scope> {
-    (any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
-        |(is_static, has_drafts, has_failures)| Scope {
+    (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
+        |(is_static, has_drafts, has_failures, has_resizes)| Scope {
             is_static,
             has_drafts,
             has_failures,
+            has_resizes,
         },
     )
 }

@@ -40,6 +40,9 @@ pub(crate) enum Verb {
         which: u8,
     },
     Reset,
+    Resize {
+        num_blocks: u32,
+    },
 }
 
 const KEYS: [KeyPolicy; 6] = [
@@ -57,6 +60,8 @@ pub(crate) struct Scope {
     pub(crate) is_static: bool,
     pub(crate) has_drafts: bool,
     pub(crate) has_failures: bool,
+    /// The pool is resized, and sequences may be contiguous.
+    pub(crate) has_resizes: bool,
 }
 
 prop_compose! {
@@ -74,7 +79,10 @@ prop_compose! {
         (max_bypasses, max_preemptions) in (0u32..=4, 0u32..=3),
         is_padded in any::<bool>(),
         max_queued in prop_oneof![4 => Just(64u32), 1 => 1u32..=4],
+        (max_moves, forced_moves) in (prop_oneof![1 => Just(0u32), 4 => 1u32..=3, 4 => Just(64u32)], 0u32..=3),
+        is_contiguous in prop::bool::weighted(0.3),
     ) -> Config {
+        let contiguous = is_contiguous && scope.has_resizes && !scope.is_static;
         Config {
             num_blocks,
             block_size,
@@ -86,7 +94,7 @@ prop_compose! {
             max_drafts: if scope.has_drafts { max_drafts } else { 0 },
             max_partial_prefills,
             long_prefill_token_threshold: threshold,
-            enable_prefix_caching,
+            enable_prefix_caching: enable_prefix_caching && !contiguous,
             watermark_blocks: watermark.min(num_blocks - 1),
             key,
             admission: match (scope.is_static, is_padded) {
@@ -104,6 +112,10 @@ prop_compose! {
             fair_output_weight: 2,
             hash_seed: 5,
             num_records: 4,
+            max_moves,
+            forced_moves: if contiguous { 0 } else { forced_moves.min(max_moves) },
+            contiguous,
+            num_kv_events: 1024,
         }
     }
 }
@@ -185,6 +197,11 @@ pub(crate) fn verbs(scope: Scope) -> impl Strategy<Value = Verb> {
         1 => any::<u8>().prop_map(|which| Verb::Expire { which }),
         2 => any::<u8>().prop_map(|which| Verb::Unpark { which }),
         1 => Just(Verb::Reset),
+        if scope.has_resizes { 4 } else { 1 } => if scope.has_resizes {
+            (1u32..=40).prop_map(|num_blocks| Verb::Resize { num_blocks }).boxed()
+        } else {
+            Just(Verb::Reset).boxed()
+        },
     ]
 }
 
@@ -325,6 +342,9 @@ pub(crate) fn apply(world: &mut World, verb: &Verb) {
         }
         Verb::Reset => {
             world.reset_prefix_cache();
+        }
+        Verb::Resize { num_blocks } => {
+            let _ = world.resize(num_blocks);
         }
     }
 }

@@ -199,6 +199,19 @@ class StepResult:
     sample_wait_us: int = 0
 
 
+class KvMemory(Protocol):
+    """Memory that an engine resizes while no step is on its way."""
+
+    num_blocks: int
+
+    def resize(self, num_blocks: int) -> None:
+        """Keeps blocks up to `num_blocks`, and gives back the memory of others, or takes more.
+
+        Raises:
+            ConfigError: the system does not give so much; nothing has changed.
+        """
+
+
 class StepRunner(Protocol):
     """Runs steps in order. The engine thread alone calls it."""
 

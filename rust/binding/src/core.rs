@@ -11,6 +11,7 @@ use pyo3::exceptions::{PyAssertionError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::errors;
+use crate::kv::{self, KvFigures};
 use crate::layout::StepLayout;
 
 /// What `Core.plan` decided.
@@ -115,6 +116,10 @@ impl Core {
         fair_output_weight = 2,
         hash_seed = 0,
         num_records = 4096,
+        max_moves = 64,
+        forced_moves = 0,
+        contiguous = false,
+        num_kv_events = 0,
         record = false,
     ))]
     #[allow(
@@ -148,6 +153,10 @@ impl Core {
         fair_output_weight: u32,
         hash_seed: u64,
         num_records: u32,
+        max_moves: u32,
+        forced_moves: u32,
+        contiguous: bool,
+        num_kv_events: u32,
         record: bool,
     ) -> PyResult<Self> {
         let key = errors::chosen(py, "scheduling_policy", scheduling_policy, &KEYS)?;
@@ -177,6 +186,10 @@ impl Core {
             fair_output_weight,
             hash_seed,
             num_records,
+            max_moves,
+            forced_moves,
+            contiguous,
+            num_kv_events,
         };
         let scheduler = if record {
             Scheduler::recorded(config)
@@ -371,6 +384,42 @@ impl Core {
 
     fn reset_prefix_cache(&mut self, now_us: u64) -> u32 {
         self.scheduler.reset_prefix_cache(now_us)
+    }
+
+    fn resize(&mut self, py: Python<'_>, num_blocks: u32, now_us: u64) -> PyResult<()> {
+        self.scheduler
+            .resize(num_blocks, now_us)
+            .map_err(|error| errors::resize(py, error))
+    }
+
+    #[getter]
+    fn is_shrinking(&self) -> bool {
+        self.scheduler.is_shrinking()
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> u32 {
+        self.scheduler.config().num_blocks
+    }
+
+    fn kv_figures(&self) -> KvFigures {
+        KvFigures::of(&self.scheduler)
+    }
+
+    #[getter]
+    fn num_kv_events(&self) -> u64 {
+        self.scheduler.kv().events().num_events()
+    }
+
+    fn kv_events<'py>(
+        &self,
+        py: Python<'py>,
+        first: u64,
+    ) -> PyResult<(u64, Bound<'py, PyArray2<i64>>)> {
+        let events = self.scheduler.kv().events();
+        let num_missed = events.first().saturating_sub(first);
+        let block_size = self.scheduler.layout().block_size;
+        Ok((num_missed, kv::events(py, events, first, block_size)?))
     }
 
     #[getter]

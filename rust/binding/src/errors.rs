@@ -1,6 +1,6 @@
 //! The core's errors as the classes of `noria.errors`: one sentence, with the values as attributes.
 
-use noria_core::{CommitError, ConfigError, Reject, ReplayError};
+use noria_core::{CommitError, ConfigError, Reject, ReplayError, ResizeError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -56,6 +56,34 @@ pub(crate) fn named(py: Python<'_>, name: &str, value: String, expected: &str) -
         attributes.set_item("name", name)?;
         attributes.set_item("value", value)
     })
+}
+
+pub(crate) fn resize(py: Python<'_>, error: ResizeError) -> PyErr {
+    match error {
+        ResizeError::NumBlocks { value, low, high } => named(
+            py,
+            "num_blocks",
+            value.to_string(),
+            &format!("from {low} to {high}"),
+        ),
+        ResizeError::RequestNeeds {
+            num_blocks, value, ..
+        } => named(
+            py,
+            "num_blocks",
+            value.to_string(),
+            &format!("at least {num_blocks}, which a request that was accepted may need"),
+        ),
+        ResizeError::Static => raise(
+            py,
+            "ConfigError",
+            "The pool of a static batch is not resized.".into(),
+            |attributes| {
+                attributes.set_item("name", "num_blocks")?;
+                attributes.set_item("value", py.None())
+            },
+        ),
+    }
 }
 
 pub(crate) fn reject(py: Python<'_>, reject: Reject) -> PyErr {

@@ -9,10 +9,11 @@ mod core;
 mod cpu;
 mod errors;
 mod expander;
+mod kv;
 mod layout;
 
 use noria_core::{
-    EventKind, FinishReason, RECORD_FIELDS, flags, header, replay as replay_recording,
+    EventKind, FinishReason, KvEventKind, RECORD_FIELDS, flags, header, replay as replay_recording,
 };
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -34,6 +35,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<core::Core>()?;
     module.add_class::<core::Plan>()?;
     module.add_class::<expander::Expander>()?;
+    module.add_class::<kv::KvFigures>()?;
     module.add_class::<layout::StepLayout>()?;
     module.add_class::<cpu::CpuBuilder>()?;
     module.add_class::<cpu::CpuProgram>()?;
@@ -46,6 +48,13 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ("FINISHED", EventKind::Finished),
         ("PREEMPTED", EventKind::Preempted),
         ("RESUMED", EventKind::Resumed),
+    ] {
+        module.add(name, kind as u8)?;
+    }
+    for (name, kind) in [
+        ("KV_STORED", KvEventKind::Stored),
+        ("KV_REMOVED", KvEventKind::Removed),
+        ("KV_MOVED", KvEventKind::Moved),
     ] {
         module.add(name, kind as u8)?;
     }

@@ -175,8 +175,13 @@ impl Scheduler {
             };
             for &block in kv.table(seat) {
                 assert!(
-                    block.0 >= 1 && block.0 <= self.config.num_blocks,
+                    block.0 >= 1 && block.0 <= kv.pool.num_ever(),
                     "block {} is in the pool",
+                    block.0
+                );
+                assert!(
+                    kv.pool.forward(block).is_none(),
+                    "block {} is being moved only in a plan",
                     block.0
                 );
                 *num_holders.entry(block).or_default() += 1;
@@ -184,7 +189,7 @@ impl Scheduler {
         }
         let num_entries: u32 = num_holders.values().sum();
         assert_eq!(kv.num_entries(), num_entries, "entries of tables");
-        for block in (1..=self.config.num_blocks).map(BlockId) {
+        for block in (1..=kv.pool.num_ever()).map(BlockId) {
             let held = num_holders.get(&block).copied().unwrap_or(0);
             assert_eq!(
                 kv.pool.num_holders(block),
@@ -193,9 +198,8 @@ impl Scheduler {
                 block.0
             );
         }
-        let free: BTreeSet<BlockId> = kv.pool.free().iter().copied().collect();
+        let free = check_free_runs(kv);
         let cached: Vec<BlockId> = kv.pool.cached().collect();
-        assert_eq!(free.len(), kv.pool.free().len(), "a block is free twice");
         assert_eq!(cached.len(), kv.pool.num_cached() as usize, "cached blocks");
         for &block in &free {
             assert!(
@@ -210,6 +214,11 @@ impl Scheduler {
             );
         }
         for &block in &cached {
+            assert!(
+                block.0 <= self.config.num_blocks,
+                "cached block {} is within the limit",
+                block.0
+            );
             assert!(
                 !num_holders.contains_key(&block),
                 "block {} is cached and held",
@@ -226,12 +235,22 @@ impl Scheduler {
                 block.0
             );
         }
+        let num_beyond = num_holders
+            .keys()
+            .filter(|block| block.0 > self.config.num_blocks)
+            .count();
         assert_eq!(
             free.len() + cached.len() + num_holders.len(),
-            self.config.num_blocks as usize,
+            self.config.num_blocks as usize + num_beyond,
             "free + cached + held = total"
         );
-        check_cache(kv, self.config.num_blocks);
+        assert_eq!(
+            kv.pool.num_blocks() as usize,
+            self.config.num_blocks as usize + num_beyond,
+            "the total is the limit, and what is held beyond it"
+        );
+        assert_eq!(kv.pool.limit(), self.config.num_blocks, "the limit");
+        check_cache(kv, kv.pool.num_ever());
     }
 
     fn check_in_flight(&self) {
@@ -322,6 +341,7 @@ impl Scheduler {
         let num_entries = self.kv.len(seat);
         let num_reserved = match self.config.admission {
             // Blocks for drafts that were rejected stay.
+            _ if self.config.contiguous => self.config.max_blocks_per_seq(),
             Admission::Peak | Admission::Reserve | Admission::Optimistic => {
                 self.config.max_drafts.div_ceil(self.config.block_size) * self.config.depth
             }
@@ -342,6 +362,13 @@ impl Scheduler {
                 "a decode has one token to compute"
             );
         }
+        if self.config.contiguous {
+            let is_run = |pair: &[BlockId]| pair[0].0 + 1 == pair[1].0;
+            assert!(
+                self.kv.table(seat).windows(2).all(is_run),
+                "a sequence is one run"
+            );
+        }
         // A block that others can find, and that this sequence claims as its prefix, holds this sequence's tokens.
         for column in 0..sequence.num_registered {
             let block = self.kv.table(seat)[column as usize];
@@ -354,6 +381,29 @@ impl Scheduler {
             }
         }
     }
+}
+
+/// The free blocks: in runs that do not touch, each listed by its length and tagged at both ends.
+fn check_free_runs(kv: &Kv) -> BTreeSet<BlockId> {
+    let mut runs: Vec<(BlockId, u32)> = kv.pool.free_runs().collect();
+    runs.sort_unstable();
+    for pair in runs.windows(2) {
+        assert!(
+            pair[0].0.0 + pair[0].1 < pair[1].0.0,
+            "free runs do not touch: {pair:?}"
+        );
+    }
+    kv.pool.check_tags(&runs);
+    let free: BTreeSet<BlockId> = runs
+        .iter()
+        .flat_map(|&(first, len)| (first.0..first.0 + len).map(BlockId))
+        .collect();
+    assert_eq!(free.len(), kv.pool.num_free() as usize, "free blocks");
+    assert!(
+        free.last().is_none_or(|last| last.0 <= kv.pool.limit()),
+        "free blocks are within the limit"
+    );
+    free
 }
 
 fn check_cache(kv: &Kv, num_blocks: u32) {

@@ -54,6 +54,14 @@ pub struct Config {
     pub hash_seed: u64,
     /// Step records kept.
     pub num_records: u32,
+    /// Blocks that a step moves, at most; with 0 none is ever moved.
+    pub max_moves: u32,
+    /// For tests: blocks that each step moves though nothing is gained by it.
+    pub forced_moves: u32,
+    /// Whether each sequence is one run of blocks, reserved whole when it enters.
+    pub contiguous: bool,
+    /// KV events kept; 0 for none.
+    pub num_kv_events: u32,
 }
 
 impl Default for Config {
@@ -83,6 +91,10 @@ impl Default for Config {
             fair_output_weight: 2,
             hash_seed: 0,
             num_records: 4096,
+            max_moves: 64,
+            forced_moves: 0,
+            contiguous: false,
+            num_kv_events: 0,
         }
     }
 }
@@ -103,9 +115,26 @@ const MAX_COUNT: u32 = 1 << 30;
 
 const MAX_SLOTS: u64 = i32::MAX as u64;
 
+const NUM_RANGES: usize = 17;
+
 impl Config {
     pub(crate) fn validated(self) -> Result<Self, ConfigError> {
-        let ranges = [
+        for (name, value, low, high, expected) in self.ranges() {
+            if value < low || value > high {
+                return Err(ConfigError {
+                    name,
+                    value: value.into(),
+                    expected,
+                });
+            }
+        }
+        self.validate_sizes()?;
+        Ok(self)
+    }
+
+    /// Of each number: its name, itself, the least and the most it may be, and these in words.
+    fn ranges(&self) -> [(&'static str, u32, u32, u32, &'static str); NUM_RANGES] {
+        [
             (
                 "num_blocks",
                 self.num_blocks,
@@ -186,18 +215,22 @@ impl Config {
                 1 << 20,
                 "from 1 to 2^20",
             ),
-        ];
-        for (name, value, low, high, expected) in ranges {
-            if value < low || value > high {
-                return Err(ConfigError {
-                    name,
-                    value: value.into(),
-                    expected,
-                });
-            }
-        }
-        self.validate_sizes()?;
-        Ok(self)
+            ("max_moves", self.max_moves, 0, 1 << 16, "from 0 to 2^16"),
+            (
+                "forced_moves",
+                self.forced_moves,
+                0,
+                if self.contiguous { 0 } else { self.max_moves },
+                "from 0 to max_moves, and 0 where sequences are contiguous",
+            ),
+            (
+                "num_kv_events",
+                self.num_kv_events,
+                0,
+                1 << 20,
+                "from 0 to 2^20",
+            ),
+        ]
     }
 
     /// Values that are in their ranges may still ask for too much together.
@@ -219,6 +252,13 @@ impl Config {
                 expected: "less than 2^31 table entries (max_num_seqs * max_model_len / block_size)",
             });
         }
+        if self.contiguous && (self.enable_prefix_caching || self.admission.is_static()) {
+            return Err(ConfigError {
+                name: "contiguous",
+                value: 1,
+                expected: "0 where the prefix cache is on or batches are static (blocks of a run are not shared)",
+            });
+        }
         if self.max_queued_tokens == 0 {
             return Err(ConfigError {
                 name: "max_queued_tokens",
@@ -234,6 +274,11 @@ impl Config {
             });
         }
         Ok(())
+    }
+
+    /// The most blocks that a pool can have.
+    pub(crate) fn max_num_blocks(&self) -> u32 {
+        MAX_COUNT.min(MAX_SLOTS as u32 / self.block_size)
     }
 
     /// Where the first of `ids` lies that is not in the vocabulary.

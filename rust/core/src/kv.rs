@@ -7,6 +7,7 @@ use alloc::vec;
 
 use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, Seat};
+use crate::kv_events::KvEvents;
 use crate::prefix_cache::{BlockHash, PrefixCache};
 
 /// Which blocks each seat holds, in order of position.
@@ -14,6 +15,7 @@ use crate::prefix_cache::{BlockHash, PrefixCache};
 pub struct Kv {
     pub(crate) pool: BlockPool,
     pub(crate) cache: PrefixCache,
+    pub(crate) events: KvEvents,
     /// `[num_seats, num_columns]`.
     tables: Box<[BlockId]>,
     lens: Box<[u32]>,
@@ -28,6 +30,7 @@ impl Kv {
         Self {
             pool: BlockPool::new(num_blocks),
             cache: PrefixCache::new(num_blocks, block_size),
+            events: KvEvents::new(0, block_size),
             tables: vec![BlockId(0); num_seats as usize * num_columns as usize].into_boxed_slice(),
             lens: vec![0; num_seats as usize].into_boxed_slice(),
             num_entries: 0,
@@ -43,6 +46,11 @@ impl Kv {
     /// The prefix cache.
     pub fn cache(&self) -> &PrefixCache {
         &self.cache
+    }
+
+    /// What can be found, and what no longer, as a stream.
+    pub fn events(&self) -> &KvEvents {
+        &self.events
     }
 
     /// Blocks that a reservation can take: free and cached.
@@ -79,21 +87,41 @@ impl Kv {
 
     /// Gives `seat` new blocks until it holds `num_blocks`; `None`, and no change, where there are too few.
     pub fn try_reserve(&mut self, seat: Seat, num_blocks: u32) -> Option<()> {
-        let num_new = num_blocks.saturating_sub(self.len(seat));
+        let held = self.len(seat);
+        let num_new = num_blocks.saturating_sub(held);
         if num_new > self.num_available() {
             return None;
         }
-        let len = &mut self.lens[seat.index()];
-        let start = seat.index() * self.num_columns + *len as usize;
-        *len += num_new;
+        self.lens[seat.index()] += num_new;
         self.num_entries += num_new;
-        for place in &mut self.tables[start..][..num_new as usize] {
-            let block = self.pool.allocate_free().or_else(|| {
-                let block = self.pool.evict()?;
-                self.cache.unregister(block);
-                Some(block)
-            });
-            *place = block.expect("available blocks were counted");
+        let start = seat.index() * self.num_columns;
+        let row = &mut self.tables[start..][..(held + num_new) as usize];
+        let num_filled = if self.pool.num_free() > 0 {
+            fill_from_runs(&mut self.pool, row, held as usize)
+        } else {
+            held as usize
+        };
+        for place in &mut row[num_filled..] {
+            let block = self.pool.evict().expect("available blocks were counted");
+            self.events.push_removed(block, &self.cache);
+            self.cache.unregister(block);
+            *place = block;
+        }
+        Some(())
+    }
+
+    /// Gives `seat`, which holds none, `num_blocks` blocks that lie in a row; `None`, and no change, where no free run
+    /// is as long.
+    pub(crate) fn try_reserve_run(&mut self, seat: Seat, num_blocks: u32) -> Option<()> {
+        let first = self.pool.allocate_run(num_blocks)?;
+        self.lens[seat.index()] = num_blocks;
+        self.num_entries += num_blocks;
+        let start = seat.index() * self.num_columns;
+        for (place, block) in self.tables[start..][..num_blocks as usize]
+            .iter_mut()
+            .zip(first.0..)
+        {
+            *place = BlockId(block);
         }
         Some(())
     }
@@ -109,12 +137,32 @@ impl Kv {
         let start = seat.index() * self.num_columns;
         let len = core::mem::take(&mut self.lens[seat.index()]);
         self.num_entries -= len;
-        for &block in self.tables[start..][..len as usize].iter().rev() {
-            self.pool.release(block, self.cache.is_registered(block));
+        let mut rest = &self.tables[start..][..len as usize];
+        while let Some(&block) = rest.last() {
+            let num_cached = self.pool.cache_last(rest, &self.cache);
+            rest = &rest[..rest.len() - num_cached as usize];
+            // Blocks that come free and lie in a row become so together.
+            let num_freed = self.pool.drop_last_holders(rest, &self.cache);
+            if num_freed > 0 {
+                let last = rest[rest.len() - 1].0;
+                self.pool.free_run(BlockId(last + 1 - num_freed), num_freed);
+                rest = &rest[..rest.len() - num_freed as usize];
+            }
+            if num_cached + num_freed > 0 {
+                continue;
+            }
+            // Others hold it too, or it lies beyond the limit.
+            rest = &rest[..rest.len() - 1];
+            if self.pool.drop_holder(block) {
+                self.events.push_removed(block, &self.cache);
+                self.cache.unregister(block);
+                self.pool.free_run(block, 1);
+            }
         }
     }
 
-    /// Makes the full block in `column` of `seat` findable; the block, if it now is by this call.
+    /// Makes the full block in `column` of `seat` findable, as the end of the prefix `hash`; the block, if it now is by
+    /// this call. Where events are kept, `tell_stored` follows.
     pub fn register(
         &mut self,
         seat: Seat,
@@ -126,8 +174,15 @@ impl Kv {
         self.cache.register(block, hash, tokens).then_some(block)
     }
 
+    /// Tells of a block that was just registered, whose prefix goes on from `parent`.
+    #[cold] // where events are kept
+    pub(crate) fn tell_stored(&mut self, block: BlockId, parent: BlockHash) {
+        self.events.push_stored(block, parent, &self.cache);
+    }
+
     /// Makes `block` unfindable, if it can be found.
     pub fn unregister(&mut self, block: BlockId) {
+        self.events.push_removed(block, &self.cache);
         if self.cache.unregister(block) {
             self.pool.forget(block);
         }
@@ -140,4 +195,78 @@ impl Kv {
             .filter(|&&block| self.pool.num_holders(block) == 1)
             .count() as u32
     }
+
+    /// Makes `limit` the last block that may be allocated; cached blocks beyond it are forgotten. O(blocks gained or
+    /// lost), and O(cached blocks).
+    pub(crate) fn set_limit(&mut self, limit: u32) {
+        self.cache.reach(limit);
+        for block in (limit + 1..=self.pool.limit()).map(BlockId) {
+            if self.pool.num_holders(block) == 0 {
+                self.unregister(block);
+            }
+        }
+        self.pool.set_limit(limit);
+    }
+
+    /// A block that content can be moved to: best the one behind `last`, or any free one, or the one that is evicted
+    /// next.
+    pub(crate) fn take_destination(&mut self, last: Option<BlockId>) -> Option<BlockId> {
+        if let Some((block, _)) = self.pool.allocate(last, 1) {
+            return Some(block);
+        }
+        let block = self.pool.evict()?;
+        self.events.push_removed(block, &self.cache);
+        self.cache.unregister(block);
+        Some(block)
+    }
+
+    /// Block `to`, which was just taken, stands for `from` in pool and cache; tables are the caller's to change. `from`
+    /// is nobody's until [`BlockPool::free_run`].
+    pub(crate) fn relocate(&mut self, from: BlockId, to: BlockId) {
+        if self.pool.num_holders(from) > 0 {
+            self.pool.move_holders(from, to);
+        } else {
+            self.pool.move_cached(from, to);
+        }
+        if self.cache.relocate(from, to) {
+            self.events.push_moved(from, to, &self.cache);
+        }
+    }
+
+    /// The run that `seat` holds alone begins at `to` from now on; all blocks from there to its old place are free.
+    pub(crate) fn slide_run(&mut self, seat: Seat, to: BlockId) {
+        let len = self.len(seat);
+        let first = self.table(seat)[0];
+        for i in 0..len {
+            self.pool.drop_holder(BlockId(first.0 + i));
+        }
+        self.pool.free_run(first, len);
+        self.pool.allocate_at(to, len);
+        for column in 0..len {
+            self.set(seat, column, BlockId(to.0 + column));
+        }
+    }
+
+    /// Sets one entry of a table.
+    pub(crate) fn set(&mut self, seat: Seat, column: u32, block: BlockId) {
+        debug_assert!(column < self.len(seat));
+        self.tables[seat.index() * self.num_columns + column as usize] = block;
+    }
+}
+
+/// Fills a table's row from `held` on with free blocks, while there are any; where it is filled to.
+fn fill_from_runs(pool: &mut BlockPool, row: &mut [BlockId], held: usize) -> usize {
+    let (held, mut places) = row.split_at_mut(held);
+    let (mut last, mut num_filled) = (held.last().copied(), held.len());
+    while !places.is_empty()
+        && let Some((first, num)) = pool.allocate(last, places.len() as u32)
+    {
+        let (given, rest) = places.split_at_mut(num as usize);
+        for (place, block) in given.iter_mut().zip(first.0..) {
+            *place = BlockId(block);
+        }
+        num_filled += num as usize;
+        (last, places) = (given.last().copied(), rest);
+    }
+    num_filled
 }

@@ -124,7 +124,14 @@ impl StepLayout {
         // A decode crosses into at most this many new blocks; a prefill may add a whole table of hits.
         let per_row = 1 + (num_drafts + 1).div_ceil(block_size);
         let table_changes = seats * per_row + columns + tokens.div_ceil(block_size);
-        let num_moves = 0;
+        let num_moves = match config.max_moves as usize {
+            _ if config.admission.is_static() => 0,
+            0 => 0,
+            // A run slides whole.
+            most if config.contiguous => most.max(columns),
+            most => most,
+        };
+        let table_changes = table_changes + move_changes(num_moves, seats);
 
         let mut end = header::LEN;
         let mut section = |words: usize| {
@@ -162,6 +169,22 @@ impl StepLayout {
     }
 }
 
+/// Table changes that moves may make: one each, and more for those that many sequences hold.
+fn move_changes(num_moves: usize, num_seats: usize) -> usize {
+    if num_moves == 0 {
+        0
+    } else {
+        num_moves + num_seats
+    }
+}
+
+impl StepLayout {
+    /// Table changes that the moves of a step may make.
+    pub(crate) fn max_move_changes(&self) -> usize {
+        move_changes(self.capacity_moves, self.max_num_seqs)
+    }
+}
+
 /// A step buffer, cut at its sections; each has its whole capacity.
 #[derive(Debug)]
 pub(crate) struct Sections<'a> {
@@ -170,6 +193,7 @@ pub(crate) struct Sections<'a> {
     pub(crate) gained: &'a mut [i32],
     pub(crate) gained_blocks: &'a mut [i32],
     pub(crate) table_changes: &'a mut [i32],
+    pub(crate) moves: &'a mut [i32],
     pub(crate) row_seat: &'a mut [i32],
     pub(crate) row_start: &'a mut [i32],
     pub(crate) row_count: &'a mut [i32],
@@ -195,10 +219,8 @@ impl StepLayout {
             gained: cut_at(self.offset_gained_blocks),
             gained_blocks: cut_at(self.offset_table_changes),
             table_changes: cut_at(self.offset_moves),
-            row_seat: {
-                cut_at(self.offset_row_seat); // no moves yet
-                cut_at(self.offset_row_start)
-            },
+            moves: cut_at(self.offset_row_seat),
+            row_seat: cut_at(self.offset_row_start),
             row_start: cut_at(self.offset_row_count),
             row_count: cut_at(self.offset_row_flags),
             row_flags: cut_at(self.offset_row_ids),

@@ -3,8 +3,8 @@
 //!
 //! A chained hash table with its links by block: O(1), nothing is allocated after construction.
 
-use alloc::boxed::Box;
 use alloc::vec;
+use alloc::vec::Vec;
 
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::xxh3_128_with_secret;
@@ -75,11 +75,11 @@ struct Entry {
 pub struct PrefixCache {
     block_size: usize,
     /// The first block of each bucket; 0 for none.
-    buckets: Box<[u32]>,
+    buckets: Vec<u32>,
     /// By block.
-    entries: Box<[Entry]>,
+    entries: Vec<Entry>,
     /// What each block contains, `[num_blocks + 1, block_size]`.
-    tokens: Box<[i32]>,
+    tokens: Vec<i32>,
     num_registered: u32,
 }
 
@@ -89,9 +89,9 @@ impl PrefixCache {
         let len = num_blocks as usize + 1;
         Self {
             block_size: block_size as usize,
-            buckets: vec![0; (len * 2).next_power_of_two()].into_boxed_slice(),
-            entries: vec![Entry::default(); len].into_boxed_slice(),
-            tokens: vec![0; len * block_size as usize].into_boxed_slice(),
+            buckets: vec![0; (len * 2).next_power_of_two()],
+            entries: vec![Entry::default(); len],
+            tokens: vec![0; len * block_size as usize],
             num_registered: 0,
         }
     }
@@ -143,8 +143,13 @@ impl PrefixCache {
         if self.entry(hash).is_some() {
             return false;
         }
-        let bucket = self.bucket(hash);
         self.tokens[block.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        self.insert(block, hash);
+        true
+    }
+
+    fn insert(&mut self, block: BlockId, hash: BlockHash) {
+        let bucket = self.bucket(hash);
         self.entries[block.index()] = Entry {
             hash,
             next: self.buckets[bucket],
@@ -152,7 +157,37 @@ impl PrefixCache {
         };
         self.buckets[bucket] = block.0;
         self.num_registered += 1;
+    }
+
+    /// What could be found in `from` is found in `to` from now on; `false` where nothing could.
+    pub(crate) fn relocate(&mut self, from: BlockId, to: BlockId) -> bool {
+        if !self.unregister(from) {
+            return false;
+        }
+        let start = from.index() * self.block_size;
+        let tokens = start..start + self.block_size;
+        self.tokens
+            .copy_within(tokens, to.index() * self.block_size);
+        self.insert(to, self.hash(from));
         true
+    }
+
+    /// Makes room for blocks up to `num_blocks`. O(blocks), where there are more than ever.
+    pub(crate) fn reach(&mut self, num_blocks: u32) {
+        let len = num_blocks as usize + 1;
+        if len <= self.entries.len() {
+            return;
+        }
+        self.entries.resize(len, Entry::default());
+        self.tokens.resize(len * self.block_size, 0);
+        self.buckets = vec![0; (len * 2).next_power_of_two()];
+        self.num_registered = 0;
+        for block in (1..=num_blocks).map(BlockId) {
+            let entry = self.entries[block.index()];
+            if entry.is_registered {
+                self.insert(block, entry.hash);
+            }
+        }
     }
 
     /// Makes a registered block unfindable; `false` where it was so already.

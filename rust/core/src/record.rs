@@ -67,6 +67,10 @@ step_record! {
     num_wasted_tokens,
     /// Requests that its commit finished.
     num_finished,
+    /// Blocks that it moved.
+    num_moves,
+    /// Admissions that failed in its plan, and in those since the step before, for want of a run of free blocks.
+    num_run_misses,
     /// Requests waiting after its plan.
     num_waiting,
     /// Requests with a seat after its plan.

@@ -22,6 +22,7 @@ const FAIL: u8 = 4;
 const FINISH: u8 = 5;
 const UNPARK: u8 = 6;
 const RESET_PREFIX_CACHE: u8 = 7;
+const RESIZE: u8 = 32;
 
 /// Writes verbs as they come.
 #[derive(Debug)]
@@ -57,6 +58,10 @@ impl Recorder {
             config.fair_input_weight,
             config.fair_output_weight,
             config.num_records,
+            config.max_moves,
+            config.forced_moves,
+            u32::from(config.contiguous),
+            config.num_kv_events,
         ] {
             recorder.u64(value.into());
         }
@@ -160,6 +165,11 @@ impl Recorder {
     pub(crate) fn reset_prefix_cache(&mut self, now_us: u64) {
         self.verb(RESET_PREFIX_CACHE, now_us);
     }
+
+    pub(crate) fn resize(&mut self, num_blocks: u32, now_us: u64) {
+        self.verb(RESIZE, now_us);
+        self.u64(num_blocks.into());
+    }
 }
 
 /// Why a recording cannot be replayed.
@@ -260,6 +270,10 @@ impl<'a> Reader<'a> {
             fair_input_weight: self.u32()?,
             fair_output_weight: self.u32()?,
             num_records: self.u32()?,
+            max_moves: self.u32()?,
+            forced_moves: self.u32()?,
+            contiguous: self.u32()? != 0,
+            num_kv_events: self.u32()?,
             max_queued_tokens: 0,
             hash_seed: 0,
         };
@@ -373,6 +387,11 @@ fn replay_verb(
         }
         RESET_PREFIX_CACHE => {
             scheduler.reset_prefix_cache(now_us);
+        }
+        RESIZE => {
+            let num_blocks = reader.u32()?;
+            // A refusal was one when it was recorded.
+            let _ = scheduler.resize(num_blocks, now_us);
         }
         _ => return reader.malformed(),
     }

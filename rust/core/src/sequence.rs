@@ -240,6 +240,11 @@ impl Sequence {
         self.num_tokens() - self.num_prompt
     }
 
+    /// Tokens that are ever computed, at most: the last output token never is.
+    pub(crate) fn most_tokens(&self) -> u32 {
+        self.num_prompt + self.max_output - 1
+    }
+
     /// Output tokens once all steps in flight are committed, at most.
     pub(crate) fn max_output_in_flight(&self) -> u32 {
         self.num_output() + self.num_pending
@@ -395,6 +400,14 @@ impl Sequence {
             self.hash_blocks(column, block_size, hasher);
         }
         self.hashes[column as usize]
+    }
+
+    /// The hash of the prefix before full block `column`, whose own is known; the salt, before the first.
+    pub(crate) fn parent_hash(&self, column: u32) -> BlockHash {
+        match column {
+            0 => self.salt,
+            _ => self.hashes[column as usize - 1],
+        }
     }
 
     /// Hashes full blocks up to `last` that are not hashed yet, so that `block_hash` is a comparison and a load.

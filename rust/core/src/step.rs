@@ -50,6 +50,10 @@ pub(crate) struct StepInFlight {
     pub(crate) rows: Vec<RowInFlight>,
     /// Blocks that the step fills and that can be found already.
     pub(crate) filled: Vec<BlockId>,
+    /// Where it moves blocks from, and to.
+    pub(crate) moves: Vec<(BlockId, BlockId)>,
+    /// Whose blocks those are, and in which residency.
+    pub(crate) moved: Vec<(Handle, u32)>,
     /// The quarantine group that it runs, if it runs one.
     pub(crate) group: Option<u64>,
     pub(crate) record: StepRecord,
@@ -75,6 +79,8 @@ impl StepRing {
                     id: StepId(0),
                     rows: Vec::with_capacity(max_rows),
                     filled: Vec::with_capacity(max_filled),
+                    moves: Vec::new(),
+                    moved: Vec::new(),
                     group: None,
                     record: StepRecord::default(),
                 })
@@ -129,6 +135,8 @@ impl StepRing {
     pub(crate) fn recycle(&mut self, mut step: Box<StepInFlight>) {
         // The rows stay as room: `plan` overwrites them.
         step.filled.clear();
+        step.moves.clear();
+        step.moved.clear();
         self.spare.push(step);
     }
 

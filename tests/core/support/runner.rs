@@ -26,6 +26,8 @@ pub(crate) struct Pending {
     pub(crate) id: StepId,
     pub(crate) view: StepView,
     buffer: Vec<i32>,
+    /// Behind its moves, blocks beyond are given back to the system.
+    extent: Option<u32>,
 }
 
 /// What a step sampled.
@@ -91,11 +93,12 @@ impl NullRunner {
         }
     }
 
-    pub(crate) fn push(&mut self, id: StepId, view: StepView, buffer: &[i32]) {
+    pub(crate) fn push(&mut self, id: StepId, view: StepView, buffer: &[i32], extent: Option<u32>) {
         self.queue.push_back(Pending {
             id,
             view,
             buffer: buffer.to_vec(),
+            extent,
         });
     }
 
@@ -113,6 +116,7 @@ impl NullRunner {
     pub(crate) fn run(&mut self) -> Sampled {
         let pending = self.queue.pop_front().expect("a step is planned");
         self.expand(&pending.buffer);
+        self.move_blocks(&pending);
         self.store(&pending.view);
         self.sample(pending)
     }
@@ -123,9 +127,13 @@ impl NullRunner {
         self.queue.clear();
         if breakage != Breakage::Untouched {
             self.expand(&pending.buffer);
+            self.move_blocks(&pending);
             self.store(&pending.view);
         }
         if breakage == Breakage::Garbage {
+            for &(_, to) in &pending.view.moves {
+                self.spoil(to);
+            }
             for at in 0..pending.view.num_tokens as usize {
                 if let Ok(slot) = usize::try_from(self.arrays.slot_mapping[at]) {
                     self.kv[slot] = mixed(pending.id.0 ^ slot as u64);
@@ -136,6 +144,42 @@ impl NullRunner {
             }
         }
         pending
+    }
+
+    /// Memory for blocks up to `num_blocks`.
+    pub(crate) fn reach(&mut self, num_blocks: u32) {
+        let num_blocks = num_blocks as usize;
+        if num_blocks > self.layout.num_blocks {
+            self.layout.num_blocks = num_blocks;
+            self.kv.resize((num_blocks + 1) * self.layout.block_size, 0);
+        }
+    }
+
+    /// Reads every source before it writes.
+    fn move_blocks(&mut self, pending: &Pending) {
+        let block_size = self.layout.block_size;
+        let slots = |block: u32| block as usize * block_size..(block as usize + 1) * block_size;
+        let contents: Vec<Vec<u64>> = pending
+            .view
+            .moves
+            .iter()
+            .map(|&(from, _)| self.kv[slots(from)].to_vec())
+            .collect();
+        for (&(_, to), content) in pending.view.moves.iter().zip(contents) {
+            self.kv[slots(to)].copy_from_slice(&content);
+        }
+        if let Some(extent) = pending.extent {
+            for block in extent + 1..=self.layout.num_blocks as u32 {
+                self.spoil(block);
+            }
+        }
+    }
+
+    fn spoil(&mut self, block: u32) {
+        let block_size = self.layout.block_size;
+        for slot in block as usize * block_size..(block as usize + 1) * block_size {
+            self.kv[slot] = mixed(slot as u64 ^ 0xdead);
+        }
     }
 
     fn expand(&mut self, buffer: &[i32]) {

@@ -14,6 +14,10 @@ pub(crate) struct Seen {
     pub(crate) errors: u64,
     pub(crate) ghosts: u64,
     pub(crate) padding: u64,
+    pub(crate) moves: u64,
+    pub(crate) slides: u64,
+    pub(crate) shrinks: u64,
+    pub(crate) growths: u64,
 }
 
 impl Seen {
@@ -29,5 +33,9 @@ impl Seen {
         self.errors += other.errors;
         self.ghosts += other.ghosts;
         self.padding += other.padding;
+        self.moves += other.moves;
+        self.slides += other.slides;
+        self.shrinks += other.shrinks;
+        self.growths += other.growths;
     }
 }

@@ -38,7 +38,17 @@ impl World {
         }
         self.digests.push(digest(&layout, &self.buffer));
         self.num_steps += 1;
-        self.runner.push(id, view, &self.buffer);
+        self.seen.moves += view.moves.len() as u64;
+        if self.config.contiguous && !view.moves.is_empty() {
+            self.seen.slides += 1;
+        }
+        // From this step on nothing beyond the pool is read, but by its own moves.
+        let extent = if self.core.is_shrinking() {
+            None
+        } else {
+            Some(self.config.num_blocks)
+        };
+        self.runner.push(id, view, &self.buffer, extent);
     }
 
     /// Each gain is an admission that events tell, with the tokens that were found for it.
@@ -107,8 +117,18 @@ impl World {
             self.tables[gain.seat].clone_from(&gain.blocks);
         }
         for &(seat, column, block) in &view.changes {
-            assert_eq!(column, self.tables[seat].len(), "a table grows at its end");
-            self.tables[seat].push(block);
+            if let Some(place) = self.tables[seat].get_mut(column) {
+                // The entries of a contiguous sequence's table that hold nothing yet go with the rest.
+                let is_moved = view.moves.contains(&(*place, block));
+                assert!(
+                    is_moved || self.config.contiguous,
+                    "an entry changes by a move"
+                );
+                *place = block;
+            } else {
+                assert_eq!(column, self.tables[seat].len(), "a table grows at its end");
+                self.tables[seat].push(block);
+            }
         }
         for (seat, _) in self
             .holders

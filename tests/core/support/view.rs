@@ -45,6 +45,8 @@ pub(crate) struct StepView {
     pub(crate) gained: Vec<GainedView>,
     /// Seat, column, block.
     pub(crate) changes: Vec<(usize, usize, u32)>,
+    /// From block, to block.
+    pub(crate) moves: Vec<(u32, u32)>,
     pub(crate) rows: Vec<RowView>,
     pub(crate) num_tokens: u32,
 }
@@ -78,7 +80,10 @@ impl StepView {
             (entry[0] as usize, entry[2] as usize, entry[3] as u32)
         })
         .collect();
-        assert_eq!(count(header::NUM_MOVES), 0);
+        let moves = words(buffer, layout.offset_moves, 2 * count(header::NUM_MOVES))
+            .chunks_exact(2)
+            .map(|entry| (entry[0] as u32, entry[1] as u32))
+            .collect();
         let num_rows = count(header::NUM_ROWS);
         let column = |offset: usize, row: usize| buffer[offset..][row];
         let rows = (0..num_rows)
@@ -99,6 +104,7 @@ impl StepView {
             id,
             gained,
             changes,
+            moves,
             rows,
             num_tokens: count(header::NUM_TOKENS) as u32,
         }
@@ -147,6 +153,28 @@ impl StepView {
         self.sequence_rows().find(|row| row.handle == handle)
     }
 
+    fn check_moves(&self, config: &Config) {
+        let (mut from, mut to): (Vec<u32>, Vec<u32>) = self.moves.iter().copied().unzip();
+        from.sort_unstable();
+        to.sort_unstable();
+        for ends in [&from, &to] {
+            assert!(
+                ends.windows(2).all(|pair| pair[0] < pair[1]),
+                "a block is moved once, and moved to once: {:?}",
+                self.moves
+            );
+            assert!(!ends.contains(&0), "block 0 is never moved");
+        }
+        if !config.contiguous {
+            assert!(self.moves.len() <= config.max_moves as usize);
+            assert!(
+                to.iter().all(|block| from.binary_search(block).is_err()),
+                "no block is both source and destination: {:?}",
+                self.moves
+            );
+        }
+    }
+
     /// Checks what holds for every step, whatever was decided.
     pub(crate) fn check(&self, config: &Config, layout: &StepLayout, buffer: &[i32]) {
         let kind = |row: &RowView| match (row.has(flags::PADDING), row.has(flags::LISTED)) {
@@ -183,6 +211,7 @@ impl StepView {
         let max_count = self.rows.iter().map(|row| row.count).max().unwrap_or(0);
         assert_eq!(buffer[header::MAX_COUNT] as u32, max_count);
 
+        self.check_moves(config);
         let mut sum = 0;
         for (row, view) in self.rows.iter().enumerate() {
             assert_eq!(buffer[layout.offset_cu_seqlens_q + row], sum);

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use noria_core::{
-    CommitError, Config, Drafts, FinishReason, Handle, Planned, Reject, Scheduler, StepId, flags,
+    Admission, BlockHash, BlockId, CommitError, Config, Drafts, FinishReason, Handle, KvEventKind,
+    Planned, Reject, ResizeError, Scheduler, StepId, flags,
 };
 
 use super::ledger::{Account, Ledger};
@@ -34,6 +35,9 @@ pub(crate) struct World {
     pub(super) last_step: u64,
     discarded: Vec<StepId>,
     now_us: u64,
+    /// KV events read so far, and what they say can be found: by block, the hash and the block's tokens.
+    num_heard: u64,
+    findable: BTreeMap<u32, (BlockHash, Vec<i32>)>,
 }
 
 impl World {
@@ -62,6 +66,8 @@ impl World {
             last_step: 0,
             discarded: Vec::new(),
             now_us: 0,
+            num_heard: 0,
+            findable: BTreeMap::new(),
             config,
             core,
         }
@@ -70,6 +76,38 @@ impl World {
     fn now(&mut self) -> u64 {
         self.now_us += 1;
         self.now_us
+    }
+
+    /// Recounts the core, and holds the stream of KV events against what can be found.
+    fn check(&mut self) {
+        self.core.check();
+        if self.config.num_kv_events == 0 {
+            return;
+        }
+        let events = self.core.kv().events();
+        assert!(events.first() <= self.num_heard, "no KV event is missed");
+        for (event, tokens) in events.since(self.num_heard) {
+            let (block, from) = (event.block.0, event.from.0);
+            let before = self.findable.remove(&from);
+            match event.kind {
+                KvEventKind::Stored => {
+                    assert_eq!(before, None, "{event:?}");
+                    self.findable.insert(block, (event.hash, tokens.to_vec()));
+                }
+                KvEventKind::Removed => assert_eq!(before.map(|it| it.0), Some(event.hash)),
+                KvEventKind::Moved => {
+                    let before = before.expect("what is moved could be found");
+                    assert_eq!(before.0, event.hash);
+                    assert!(self.findable.insert(block, before).is_none(), "{event:?}");
+                }
+            }
+        }
+        self.num_heard = events.num_events();
+        let cache = self.core.kv().cache();
+        assert_eq!(self.findable.len(), cache.num_registered() as usize);
+        for (&block, (hash, tokens)) in &self.findable {
+            assert_eq!(cache.find(*hash, tokens), Some(BlockId(block)));
+        }
     }
 
     /// When the last verb was applied.
@@ -84,7 +122,7 @@ impl World {
     pub(crate) fn try_submit(&mut self, ask: &Ask) -> Result<u64, Reject> {
         let now = self.now();
         let result = self.core.submit(now, &ask.request());
-        self.core.check();
+        self.check();
         let handle = result?.to_bits();
         self.ledger.open(handle, ask, &self.config);
         self.runner
@@ -110,7 +148,7 @@ impl World {
         // As in a ring: a step counts on nothing that an earlier one left in its buffer.
         self.buffer.fill(-(now as i32));
         let planned = self.core.plan(now, drafts, &mut self.buffer);
-        self.core.check();
+        self.check();
         self.ledger
             .hear(self.core.events(), &mut self.runner.truths);
         self.ledger.check_reported();
@@ -175,7 +213,7 @@ impl World {
         self.seen.late_failures += u64::from(!self.sampled.is_empty());
         let now = self.now();
         self.core.fail(pending.id, now);
-        self.core.check();
+        self.check();
     }
 
     /// A commit and a fail of every step that the last failure discarded: nothing happens.
@@ -183,11 +221,11 @@ impl World {
         for id in core::mem::take(&mut self.discarded) {
             let now = self.now();
             self.core.fail(id, now);
-            self.core.check();
+            self.check();
             self.core
                 .commit(id, &[], &[], 0, now)
                 .expect("a discarded step is ignored");
-            self.core.check();
+            self.check();
             self.ledger
                 .hear(self.core.events(), &mut self.runner.truths);
             self.ledger.check_reported();
@@ -218,7 +256,7 @@ impl World {
         self.core
             .commit(sampled.id, &sampled.num_ids, &sampled.ids, 7, now)
             .expect("the ids match the step");
-        self.core.check();
+        self.check();
         let totals = self
             .ledger
             .commit(&sampled.view, &sampled.num_ids, &sampled.ids);
@@ -252,7 +290,7 @@ impl World {
             .core
             .commit(step, num_ids, ids, 0, now)
             .expect_err("it does not match");
-        self.core.check();
+        self.check();
         error
     }
 
@@ -261,7 +299,7 @@ impl World {
         let has_ended = self
             .core
             .finish(Handle::from_bits(handle), num_output, reason, now);
-        self.core.check();
+        self.check();
         let is_live = self
             .ledger
             .accounts
@@ -286,7 +324,7 @@ impl World {
     pub(crate) fn expire(&mut self, handle: u64) -> bool {
         let now = self.now();
         let has_ended = self.core.expire(Handle::from_bits(handle), now);
-        self.core.check();
+        self.check();
         let account = self
             .ledger
             .accounts
@@ -303,7 +341,7 @@ impl World {
     pub(crate) fn unpark(&mut self, handle: u64) -> bool {
         let now = self.now();
         let was_parked = self.core.unpark(Handle::from_bits(handle), now);
-        self.core.check();
+        self.check();
         let account = self
             .ledger
             .accounts
@@ -314,10 +352,43 @@ impl World {
         was_parked
     }
 
+    pub(crate) fn resize(&mut self, num_blocks: u32) -> Result<(), ResizeError> {
+        self.runner.reach(num_blocks);
+        let now = self.now();
+        let before = self.config.num_blocks;
+        let result = self.core.resize(num_blocks, now);
+        self.check();
+        let blocks_at_most = |account: &Account| {
+            let num_tokens = account.ask.prompt.len() as u32 + account.max_output - 1;
+            num_tokens.div_ceil(self.config.block_size)
+        };
+        let most = self
+            .ledger
+            .live()
+            .map(|(_, account)| blocks_at_most(account))
+            .max();
+        match result {
+            Ok(()) => {
+                assert!(most <= Some(num_blocks));
+                self.config.num_blocks = num_blocks;
+                self.seen.shrinks += u64::from(num_blocks < before && self.core.is_shrinking());
+                self.seen.growths += u64::from(num_blocks > before);
+            }
+            Err(ResizeError::RequestNeeds { num_blocks, .. }) => {
+                assert!(Some(num_blocks) <= most);
+            }
+            Err(ResizeError::Static) => {
+                assert_ne!(self.config.admission, Admission::Optimistic);
+            }
+            Err(ResizeError::NumBlocks { low, .. }) => assert!(num_blocks < low),
+        }
+        result
+    }
+
     pub(crate) fn reset_prefix_cache(&mut self) -> u32 {
         let now = self.now();
         let num_freed = self.core.reset_prefix_cache(now);
-        self.core.check();
+        self.check();
         assert_eq!(self.core.kv().cache().num_registered(), 0);
         num_freed
     }

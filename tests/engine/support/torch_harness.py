@@ -106,10 +106,12 @@ class TorchBench:
         wrap: Wrap | None = None,
         mask_provider: MaskProvider | None = None,
         fill_kv: float | None = None,
+        forced_moves: int = 0,
+        num_kv_events: int = 0,
     ) -> None:
         resolved = config.resolve(model.config, model.dtype, 64 * 2**20)
         self.num_blocks = resolved.num_kv_blocks
-        self.core = resolved.core()
+        self.core = resolved.core(forced_moves=forced_moves, num_kv_events=num_kv_events)
         self.kv = KvCache(model.config, self.num_blocks, config.block_size, model.dtype, model.device)
         if fill_kv is not None:
             for index in range(model.config.num_layers):
@@ -119,7 +121,13 @@ class TorchBench:
         if wrap is not None:
             executor = wrap(executor)  # type: ignore[arg-type]
         ring = tuple(StepView(self.core.layout) for _ in range(config.depth + 1))
-        self.engine = Engine(self.core, ThreadRunner(executor, ring), ring, mask_provider=mask_provider)
+        self.engine = Engine(
+            self.core,
+            ThreadRunner(executor, ring),
+            ring,
+            mask_provider=mask_provider,
+            kv_memory=self.kv,
+        )
         self.handles: list[int] = []
 
     def submit(self, ask: Ask) -> int:

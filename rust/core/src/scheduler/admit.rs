@@ -27,7 +27,9 @@ impl Scheduler {
     pub(super) fn walk_prefills(&mut self) {
         let mut next_resident = 0;
         let mut cursor = None;
-        let mut is_open = !self.config.admission.is_static();
+        // While the pool shrinks, what comes free in it is for those who must move there.
+        let mut is_open = !self.config.admission.is_static()
+            && (!self.is_shrinking() || self.quarantine.active().is_some());
         while self.pass.num_left > 0 {
             let resident = self.pass.prefills.get(next_resident).copied();
             let newcomer = if is_open {
@@ -305,6 +307,9 @@ impl Scheduler {
             let tokens = sequence.block_tokens(column, block_size);
             if let Some(block) = self.kv.register(seat, column, hash, tokens) {
                 self.pass.filled.push(block);
+                if self.kv.events.are_kept() {
+                    self.kv.tell_stored(block, sequence.parent_hash(column));
+                }
             }
         }
         sequence.num_registered = end;
@@ -366,7 +371,11 @@ impl Scheduler {
         let max_tokens =
             self.share_of(num_residents_behind + self.num_open_newcomers().saturating_sub(1));
         let num_tokens = self.chunk(slot, max_tokens);
-        let num_blocks = self.config.blocks_for(self.arena[slot].num_tokens());
+        let num_blocks = self.config.blocks_for(if self.config.contiguous {
+            self.arena[slot].most_tokens()
+        } else {
+            self.arena[slot].num_tokens()
+        });
         let num_table_blocks = self.pass.num_gained_blocks + num_blocks as usize;
         if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
             return Entry::Closed;
@@ -389,11 +398,20 @@ impl Scheduler {
                 }
             }
         }
+        if self.config.contiguous && !self.finds_run(num_blocks) {
+            return Entry::Closed;
+        }
         let num_hits = self.pass.hits.len() as u32;
         self.note_entry(slot, num_hits);
-        self.seat_newcomer(turn, num_hits * self.config.block_size);
-        self.arena[slot].row.debt = num_blocks;
-        self.pass.debt += num_blocks;
+        let seat = self.seat_newcomer(turn, num_hits * self.config.block_size);
+        if self.config.contiguous {
+            self.kv
+                .try_reserve_run(seat, num_blocks)
+                .expect("a run was found");
+        } else {
+            self.arena[slot].row.debt = num_blocks;
+            self.pass.debt += num_blocks;
+        }
         self.pass.num_gained_blocks += num_blocks as usize;
         let has_advanced = self.try_advance(slot, num_tokens);
         assert!(has_advanced, "an admission was counted to fit");
@@ -429,7 +447,7 @@ impl Scheduler {
     }
 
     /// Gives a waiting sequence a seat.
-    fn seat_newcomer(&mut self, turn: &Turn, num_hit_tokens: u32) {
+    fn seat_newcomer(&mut self, turn: &Turn, num_hit_tokens: u32) -> Seat {
         let slot = turn.slot;
         let seat = self.free_seats.pop().expect("a seat was found free");
         let handle = self.arena.handle(slot);
@@ -455,6 +473,7 @@ impl Scheduler {
         self.residents.add(sequence.key, handle);
         self.num_running += 1;
         self.pass.gained.push(slot);
+        seat
     }
 
     /// The static baselines: a gang enters an empty batch, each with the most blocks that any of it can need.

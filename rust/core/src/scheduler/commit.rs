@@ -292,7 +292,12 @@ impl Scheduler {
             let column = sequence.num_registered;
             let hash = sequence.block_hash(column, block_size, &self.hasher);
             let tokens = sequence.block_tokens(column, block_size);
-            self.kv.register(seat, column, hash, tokens);
+            let registered = self.kv.register(seat, column, hash, tokens);
+            if self.kv.events.are_kept()
+                && let Some(block) = registered
+            {
+                self.kv.tell_stored(block, sequence.parent_hash(column));
+            }
             sequence.num_registered += 1;
         }
     }

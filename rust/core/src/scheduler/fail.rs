@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 use super::Scheduler;
 use crate::ids::{Handle, StepId};
 use crate::request::FinishReason;
-use crate::step::{RowInFlight, RowKind};
+use crate::step::{RowInFlight, RowKind, StepInFlight};
 
 impl Scheduler {
     /// Discards `step` and every later one in flight; see DESIGN.md 2.4. One that is not in flight is ignored.
@@ -24,6 +24,7 @@ impl Scheduler {
             for &block in &discarded.filled {
                 self.kv.unregister(block);
             }
+            self.discard_moves(&discarded);
             for row in &discarded.rows {
                 self.discard_row(row);
                 if discarded.id == step
@@ -47,6 +48,23 @@ impl Scheduler {
             self.disband_gang();
         }
         self.confine(group, &suspects, num_sequences);
+    }
+
+    /// Nobody knows whether its moves were made: neither end of one can be found, and who holds one runs again.
+    fn discard_moves(&mut self, discarded: &StepInFlight) {
+        for &(from, to) in &discarded.moves {
+            self.kv.unregister(from);
+            self.kv.unregister(to);
+        }
+        for &(handle, residency) in &discarded.moved {
+            let is_current = self
+                .arena
+                .get_mut(handle)
+                .is_some_and(|sequence| sequence.is_running() && sequence.residency == residency);
+            if is_current {
+                self.preempt(handle.slot());
+            }
+        }
     }
 
     fn discard_row(&mut self, row: &RowInFlight) {

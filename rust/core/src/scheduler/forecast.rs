@@ -152,7 +152,9 @@ impl Scheduler {
             return Outlook::Exceeds;
         }
         let is_confined = self.quarantine.active().is_some();
-        if self.config.admission != Admission::Peak || self.num_running == 0 || is_confined {
+        // Contiguous sequences hold what they may grow to.
+        let is_forecast = self.config.admission == Admission::Peak && !self.config.contiguous;
+        if !is_forecast || self.num_running == 0 || is_confined {
             return Outlook::Fits;
         }
         let num_found = self.pass.hits.len() as u32;

@@ -6,6 +6,7 @@
 mod admit;
 mod ageing;
 mod commit;
+mod compact;
 mod fail;
 mod forecast;
 mod line;
@@ -19,6 +20,7 @@ mod write;
 use alloc::vec::Vec;
 
 pub use commit::CommitError;
+pub use compact::ResizeError;
 
 use crate::accounts::Accounts;
 use crate::arena::Arena;
@@ -26,6 +28,7 @@ use crate::config::{Config, ConfigError};
 use crate::event::{Event, EventKind, EventLog};
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
+use crate::kv_events::KvEvents;
 use crate::layout::StepLayout;
 use crate::policy::{Admission, Key, KeyPolicy};
 use crate::prefix_cache::ChainHasher;
@@ -110,6 +113,8 @@ pub struct Scheduler {
     recorder: Option<Recorder>,
     next_step: u64,
     next_arrival: u64,
+    /// For tests: the block that was moved last without need.
+    next_forced: u32,
 }
 
 impl Scheduler {
@@ -122,15 +127,17 @@ impl Scheduler {
         let layout = StepLayout::new(&config);
         let seats = config.max_num_seqs;
         let max_filled = layout.max_num_batched_tokens / layout.block_size + layout.max_num_seqs;
+        let mut kv = Kv::new(
+            config.num_blocks,
+            config.block_size,
+            seats,
+            config.max_blocks_per_seq(),
+        );
+        kv.events = KvEvents::new(config.num_kv_events, config.block_size);
         Ok(Self {
             arena: Arena::new(),
             queue: WaitQueue::new(config.key == KeyPolicy::Fair),
-            kv: Kv::new(
-                config.num_blocks,
-                config.block_size,
-                seats,
-                config.max_blocks_per_seq(),
-            ),
+            kv,
             hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
@@ -153,6 +160,7 @@ impl Scheduler {
             recorder: None,
             next_step: 1,
             next_arrival: 0,
+            next_forced: 0,
             config,
             layout,
         })
@@ -310,7 +318,7 @@ impl Scheduler {
         }
         self.events.begin_silent();
         let before = self.kv.pool.num_free();
-        for block in 1..=self.config.num_blocks {
+        for block in 1..=self.kv.pool.num_ever() {
             self.kv.unregister(crate::ids::BlockId(block));
         }
         self.kv.pool.num_free() - before
@@ -472,6 +480,6 @@ impl Scheduler {
 
     /// Blocks held by a table.
     pub fn num_held_blocks(&self) -> u32 {
-        self.config.num_blocks - self.kv.num_available()
+        self.kv.pool.num_blocks() - self.kv.num_available()
     }
 }

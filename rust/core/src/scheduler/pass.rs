@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use crate::ids::{BlockId, Slot};
+use crate::ids::{BlockId, Handle, Seat, Slot};
 use crate::layout::StepLayout;
 use crate::policy::VictimOrder;
 use crate::step::RowInFlight;
@@ -31,6 +31,18 @@ pub(crate) struct Pass {
     pub(crate) gained: Vec<Slot>,
     /// Blocks that this step fills and that can be found already.
     pub(crate) filled: Vec<BlockId>,
+    /// Blocks that it moves, from and to. Like the three below, it is empty, or zero, but at the end of a plan.
+    pub(crate) moves: Vec<(BlockId, BlockId)>,
+    /// Whose blocks those are, and in which residency.
+    pub(crate) moved: Vec<(Handle, u32)>,
+    /// Table entries that the runner knows and that those moves change.
+    pub(crate) changes: Vec<(Seat, u32, BlockId)>,
+    /// Such entries that moves noted so far may change.
+    pub(crate) num_move_changes: usize,
+    /// An admission found enough free blocks, but no run of them.
+    pub(crate) wants_run: bool,
+    /// Contiguous mode: the runs held, by their first block.
+    pub(crate) runs: Vec<(BlockId, Slot)>,
     /// Cached or planned blocks with which the prefill at hand could go on.
     pub(crate) hits: Vec<BlockId>,
     /// Tokens left of the budget.
@@ -65,6 +77,12 @@ impl Pass {
             prefill_rows: Vec::with_capacity(seats),
             gained: Vec::with_capacity(seats),
             filled: Vec::with_capacity(max_filled),
+            moves: Vec::new(),
+            moved: Vec::new(),
+            changes: Vec::new(),
+            num_move_changes: 0,
+            wants_run: false,
+            runs: Vec::new(),
             hits: Vec::with_capacity(layout.max_blocks_per_seq),
             num_left: 0,
             debt: 0,
@@ -93,6 +111,7 @@ impl Pass {
         self.prefill_rows.clear();
         self.gained.clear();
         self.filled.clear();
+        self.wants_run = false;
         self.num_left = budget;
         self.debt = 0;
         self.num_partial = 0;

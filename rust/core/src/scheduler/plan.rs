@@ -36,6 +36,9 @@ impl Scheduler {
         if self.config.admission.is_static() {
             self.admit_gang();
         }
+        if self.is_shrinking() {
+            self.shed();
+        }
         self.plan_decodes(buffer);
         self.extend_by_drafts(drafts);
         self.walk_prefills();
@@ -43,6 +46,9 @@ impl Scheduler {
         if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
             return self.nothing();
+        }
+        if self.wants_moves() {
+            self.plan_moves();
         }
         Planned::Step(self.write_step(now_us, drafts, buffer))
     }

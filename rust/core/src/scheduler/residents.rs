@@ -103,6 +103,18 @@ impl Residents {
         &self.order[i..]
     }
 
+    /// Entries in all, newcomers and those that have left included.
+    pub(crate) fn num_entries(&self) -> usize {
+        self.order.len() + self.newcomers.len()
+    }
+
+    /// One of them, newcomers last.
+    pub(crate) fn entry(&self, i: usize) -> &Resident {
+        self.order
+            .get(i)
+            .unwrap_or_else(|| &self.newcomers[i - self.order.len()])
+    }
+
     /// Whether nobody has a seat.
     pub(crate) fn is_empty(&self) -> bool {
         self.iter().next().is_none()

@@ -72,7 +72,7 @@ impl Scheduler {
     }
 
     /// The best key of those that may run now.
-    fn best_resident(&mut self) -> Option<Slot> {
+    pub(super) fn best_resident(&mut self) -> Option<Slot> {
         if self
             .pass
             .best
@@ -99,7 +99,7 @@ impl Scheduler {
     }
 
     /// Whether `slot` can still be a victim in this plan.
-    fn may_leave(&self, slot: Slot) -> bool {
+    pub(super) fn may_leave(&self, slot: Slot) -> bool {
         let sequence = &self.arena[slot];
         sequence.is_running()
             && !sequence.row.is_reached
@@ -107,7 +107,7 @@ impl Scheduler {
     }
 
     /// Ranks the residents as victims, once a plan; where the list of those still there starts.
-    fn rank_victims(&mut self) -> usize {
+    pub(super) fn rank_victims(&mut self) -> usize {
         let Some(mut start) = self.pass.victims else {
             self.pass.victim_list.clear();
             let mut band = None;
@@ -142,7 +142,7 @@ impl Scheduler {
     fn victim_order(&self, slot: Slot, is_band_best: bool) -> VictimOrder {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
-        let most_tokens = sequence.num_prompt + sequence.max_output - 1;
+        let most_tokens = sequence.most_tokens();
         let num_computed = sequence.num_planned - u32::from(sequence.decodes_in(self.pass.serial));
         VictimOrder {
             is_member: self.quarantine.active().is_some() && self.is_free_to_run(slot),
@@ -178,7 +178,8 @@ impl Scheduler {
             end += 1;
             if self.may_be_displaced(victim, band) {
                 need.num_available += self.num_freed_by(victim, &self.pass.hits);
-                need.debt -= self.debt_of(victim);
+                // For a group in quarantine no debt was counted.
+                need.debt = need.debt.saturating_sub(self.debt_of(victim));
                 need.has_seat = true;
                 num_running -= 1;
             }

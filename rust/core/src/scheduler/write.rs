@@ -12,6 +12,7 @@ struct Writer<'a> {
     to: Sections<'a>,
     num_gained_blocks: usize,
     num_changes: usize,
+    num_moves: usize,
     num_rows: usize,
     num_tokens: usize,
     num_listed: usize,
@@ -31,6 +32,7 @@ impl<'a> Writer<'a> {
             to,
             num_gained_blocks: 0,
             num_changes: 0,
+            num_moves: 0,
             num_rows: 0,
             num_tokens: 0,
             num_listed: 0,
@@ -148,6 +150,13 @@ impl<'a> Writer<'a> {
         self.num_changes += 1;
     }
 
+    fn moves(&mut self, moves: &[(BlockId, BlockId)]) {
+        for (place, &(from, to)) in self.to.moves.chunks_exact_mut(2).zip(moves) {
+            place.copy_from_slice(&[from.0 as i32, to.0 as i32]);
+        }
+        self.num_moves = moves.len();
+    }
+
     fn finish(self, step: StepId, num_lost: usize, num_gained: usize) {
         let header = self.to.header;
         header.fill(0);
@@ -158,6 +167,7 @@ impl<'a> Writer<'a> {
         header[header::NUM_GAINED] = num_gained as i32;
         header[header::NUM_GAINED_BLOCKS] = self.num_gained_blocks as i32;
         header[header::NUM_TABLE_CHANGES] = self.num_changes as i32;
+        header[header::NUM_MOVES] = self.num_moves as i32;
         header[header::NUM_ROWS] = self.num_rows as i32;
         header[header::NUM_TOKENS] = self.num_tokens as i32;
         header[header::NUM_LISTED_IDS] = self.num_listed as i32;
@@ -193,6 +203,9 @@ impl Scheduler {
         for i in 0..self.pass.gained.len() {
             self.write_gained(&mut writer, i);
         }
+        if !(self.pass.moves.is_empty() && self.pass.moved.is_empty()) {
+            self.write_moves(&mut writer, &mut step);
+        }
         self.write_decodes(&mut writer, &mut step, drafts);
         for i in 0..self.pass.prefill_rows.len() {
             self.write_prefill(&mut writer, &mut step, self.pass.prefill_rows[i]);
@@ -224,6 +237,19 @@ impl Scheduler {
         self.steps.push(step);
         self.pass.end();
         id
+    }
+
+    #[cold]
+    fn write_moves(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight) {
+        for &(seat, column, block) in &self.pass.changes {
+            writer.change(seat, column as usize, block.0);
+        }
+        writer.moves(&self.pass.moves);
+        step.record.num_moves = writer.num_moves as i64;
+        core::mem::swap(&mut step.moves, &mut self.pass.moves);
+        core::mem::swap(&mut step.moved, &mut self.pass.moved);
+        self.pass.changes.clear();
+        self.pass.num_move_changes = 0;
     }
 
     fn write_gained(&mut self, writer: &mut Writer<'_>, i: usize) {

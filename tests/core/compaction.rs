@@ -1,0 +1,225 @@
+//! Blocks that move: why, where to, and at what cost.
+
+use noria_core::{Admission, Config, FinishReason, Handle, ResizeError, Seat};
+
+use crate::support::{Ask, World};
+
+fn config() -> Config {
+    Config {
+        num_blocks: 40,
+        block_size: 2,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 64,
+        max_model_len: 64,
+        vocab_size: 100,
+        depth: 2,
+        admission: Admission::Optimistic,
+        num_kv_events: 4096,
+        ..Config::default()
+    }
+}
+
+/// Whether each block of `seat` is followed by its next.
+fn is_run(world: &World, seat: u32) -> bool {
+    let table = world.core.kv().table(Seat(seat));
+    table.windows(2).all(|pair| pair[0].0 + 1 == pair[1].0)
+}
+
+#[test]
+fn sequences_that_grow_side_by_side_stay_in_one_run_each() {
+    let config = Config {
+        num_blocks: 200,
+        ..config()
+    };
+    let mut world = World::new(&config);
+    for seed in 0..4 {
+        world.submit(&Ask::sized(seed, 5, 40));
+    }
+    for _ in 0..30 {
+        world.turn();
+    }
+    let figures = world.core.kv_figures();
+    assert_eq!((figures.num_sequences, figures.num_runs), (4, 4));
+    assert!(figures.num_table_blocks > 4 * 15, "{figures:?}");
+    assert_eq!(figures.num_table_blocks, figures.num_held);
+    assert!(figures.num_unused_slots <= 2 * 4, "{figures:?}");
+    world.drain();
+    let figures = world.core.kv_figures();
+    assert_eq!(figures.num_blocks, figures.num_free + figures.num_cached);
+    world.reset_prefix_cache();
+    let figures = world.core.kv_figures();
+    assert_eq!((figures.num_free_runs, figures.longest_free_run), (1, 200));
+}
+
+#[test]
+fn a_pool_shrinks_under_its_requests_which_do_not_notice() {
+    for (depth, max_moves) in [(1, 1), (2, 2), (2, 64), (3, 3), (3, 64)] {
+        let config = Config {
+            num_blocks: 80,
+            depth,
+            max_moves,
+            ..config()
+        };
+        let mut world = World::new(&config);
+        let handles: Vec<u64> = (0..4)
+            .map(|seed| world.submit(&Ask::sized(seed, 9, 14)))
+            .collect();
+        world.turn();
+        world.resize(48).expect("all of them fit");
+        assert!(world.core.is_shrinking());
+        let mut num_turns = 0;
+        while world.core.is_shrinking() {
+            world.turn();
+            num_turns += 1;
+            assert!(num_turns <= 20, "at {max_moves} a step");
+        }
+        for handle in &handles {
+            let account = world.account(*handle);
+            assert!(account.is_live(), "it moved while it ran");
+            assert_eq!(account.num_preemptions, 0, "there was room");
+        }
+        assert!(world.seen().moves > 2);
+        world.drain();
+        world.resize(60).expect("any size does");
+        world.submit(&Ask::sized(9, 9, 12));
+        world.drain();
+        assert_eq!(world.core.kv().pool().num_blocks(), 60);
+    }
+}
+
+#[test]
+fn where_all_do_not_fit_the_worst_leave_and_come_back() {
+    let mut world = World::new(&config());
+    let handles: Vec<u64> = (0..4)
+        .map(|seed| world.submit(&Ask::sized(seed, 9, 20)))
+        .collect();
+    for _ in 0..4 {
+        world.turn();
+    }
+    world.resize(15).expect("each fits by itself");
+    world.drain();
+    let preemptions = |handle: u64| world.account(handle).num_preemptions;
+    assert_eq!(preemptions(handles[0]), 0, "never the best key");
+    assert!(
+        handles
+            .iter()
+            .map(|&handle| preemptions(handle))
+            .sum::<u32>()
+            > 0
+    );
+    for &handle in &handles {
+        assert_eq!(world.account(handle).end, Some((FinishReason::Length, 20)));
+    }
+}
+
+#[test]
+fn a_size_that_an_accepted_request_may_outgrow_is_refused() {
+    let mut world = World::new(&config());
+    let handle = world.submit(&Ask::sized(1, 9, 20));
+    let refusal = ResizeError::RequestNeeds {
+        handle: Handle::from_bits(handle),
+        num_blocks: 14,
+        value: 13,
+    };
+    assert_eq!(world.resize(13), Err(refusal));
+    assert_eq!(world.resize(14), Ok(()));
+    let too_few = ResizeError::NumBlocks {
+        value: 0,
+        low: 1,
+        high: (1 << 30) - 1, // slots are counted in an i32
+    };
+    assert_eq!(world.resize(0), Err(too_few));
+    world.drain();
+}
+
+#[test]
+fn blocks_that_requests_share_move_once_for_all_of_them_and_are_found_where_they_are() {
+    let config = Config {
+        forced_moves: 3,
+        ..config()
+    };
+    let mut world = World::new(&config);
+    let prompt: Vec<i32> = (0..13).collect();
+    let ask = |flavour: u64| Ask {
+        flavour,
+        ..Ask::new(&prompt, 6)
+    };
+    for flavour in 0..3 {
+        world.submit(&ask(flavour));
+    }
+    let mut num_shared = 0;
+    while world.ledger.live().count() > 0 {
+        while let Some(view) = world.plan() {
+            for (from, _) in &view.moves {
+                assert!(*from > 0);
+            }
+            num_shared += usize::from(view.changes.len() > view.moves.len() + 4);
+        }
+        world.run();
+        world.commit();
+    }
+    assert!(num_shared > 0, "a move changed more tables than one");
+    let found = world.submit(&ask(5));
+    world.drain();
+    assert_eq!(world.account(found).num_hit_tokens, 12);
+}
+
+fn contiguous(max_moves: u32) -> World {
+    World::new(&Config {
+        max_moves,
+        contiguous: true,
+        enable_prefix_caching: false,
+        ..config()
+    })
+}
+
+/// Four of ten blocks each; the second and the fourth leave, so that half of the pool is free, in two pieces.
+fn riddled(max_moves: u32) -> World {
+    let mut world = contiguous(max_moves);
+    let handles: Vec<u64> = (0..4)
+        .map(|seed| world.submit(&Ask::sized(seed, 5, 16)))
+        .collect();
+    world.turn();
+    world.abort(handles[1]);
+    world.abort(handles[3]);
+    let figures = world.core.kv_figures();
+    assert_eq!((figures.num_free, figures.longest_free_run), (20, 10));
+    world
+}
+
+#[test]
+fn half_of_a_contiguous_cache_is_free_and_no_run_fits_until_runs_move_together() {
+    for (max_moves, is_admitted) in [(0, false), (64, true)] {
+        let mut world = riddled(max_moves);
+        let handle = world.submit(&Ask::sized(7, 9, 30)); // 19 blocks
+        for _ in 0..3 {
+            world.turn();
+        }
+        let has_run = world.account(handle).num_output > 0;
+        assert_eq!(has_run, is_admitted, "max_moves {max_moves}");
+        let missed: i64 = world.core.records().map(|it| it.num_run_misses).sum();
+        assert!(missed > 0, "an admission failed for want of a run");
+        for seat in 0..4 {
+            assert!(is_run(&world, seat));
+        }
+        world.drain();
+        assert_eq!(world.account(handle).end, Some((FinishReason::Length, 30)));
+    }
+}
+
+#[test]
+fn only_what_is_filled_is_copied_when_a_run_slides() {
+    let mut world = riddled(64);
+    world.submit(&Ask::sized(7, 9, 30));
+    let mut num_moves = 0;
+    for _ in 0..3 {
+        while let Some(view) = world.plan() {
+            num_moves += view.moves.len();
+        }
+        world.run();
+        world.commit();
+    }
+    // One run of ten blocks, three or four of which hold something.
+    assert!((3..=5).contains(&num_moves), "{num_moves}");
+    world.drain();
+}
