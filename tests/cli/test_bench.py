@@ -136,7 +136,7 @@ def test_a_real_model_runs_the_same_counts_as_the_null_runner(noria, tmp_path, t
         reports.append(json.loads(path.read_text()))
     for name in ("num_decode_steps", "num_rows_computed", "num_output_tokens", "num_steps"):
         assert reports[0][name] == reports[1][name]
-    assert reports[0]["runner"] == "torch"
+    assert reports[0]["runner"] in ("torch", "cpu")
     assert reports[0]["stage_s"]["forward"] > 0
 
 

@@ -34,6 +34,7 @@ def test_tokens_are_transformers_through_preemptions_and_prefix_hits(
         max_num_batched_tokens=16,
         block_size=4,
         num_kv_blocks=30,
+        admission="optimistic",  # what preempts
         skip_tokenizer_init=True,
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))

@@ -5,6 +5,8 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -88,6 +90,7 @@ def generate(
 
     The text goes to standard output, what is worth knowing about the run to standard error.
     """
+    _refuse_options(prompts)
     if not prompts and not prompt_token_ids:
         raise ConfigError("give a PROMPT or --prompt-token-ids", name="PROMPT", value=None)
     if chat and prompt_token_ids:
@@ -135,8 +138,6 @@ def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]"
     """The prompts, with what standard input holds in the place of `-`."""
     given: list[PromptInput] = []
     for prompt in prompts:
-        if _OPTION.fullmatch(prompt):
-            raise ConfigError(f"Unknown option: {prompt}. Try --help.", name=prompt, value=prompt)
         if prompt != "-":
             given.append(prompt)
         elif json_lines:
@@ -145,6 +146,22 @@ def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]"
         else:
             given.append(sys.stdin.read().removesuffix("\n"))
     return given
+
+
+def _refuse_options(prompts: tuple[str, ...]) -> None:
+    """PROMPT may begin with a hyphen, as `-` does, so what looks like an option is refused here.
+
+    Raises:
+        ConfigError: one does; the text has the option that is spelled most alike.
+    """
+    flags = (*fields(SamplingFlags), *fields(ModelFlags), *fields(EngineFlags))
+    known = ["--chat", "--system", "--prompt-token-ids", "--json-lines"]
+    known += [f"--{flag.name.replace('_', '-')}" for flag in flags]
+    for prompt in prompts:
+        if _OPTION.fullmatch(prompt):
+            alike = get_close_matches(prompt, known, n=1)
+            hint = f"Did you mean {alike[0]}?" if alike else "Try --help."
+            raise ConfigError(f"Unknown option: {prompt}. {hint}", name=prompt, value=prompt)
 
 
 def _from_json(line: str, number: int) -> "PromptInput":
