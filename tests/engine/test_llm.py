@@ -292,7 +292,7 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(make_llm: MakeLLM, tiny_dir
 
 
 def test_a_model_that_is_none_is_one_sentence() -> None:
-    with pytest.raises(ModelError, match="model 'org/name' is (neither|not) a path"):
+    with pytest.raises(ModelError, match=r"model 'org/name' is (neither|not) a path"):
         LLM("org/name")
     with pytest.raises(ConfigError, match="model is ''; give a model's folder"):
         LLM("")
