@@ -108,6 +108,7 @@ def main() -> None:
             max_num_batched_tokens=budgets["chunked"],
             num_kv_blocks=num_blocks,
             watermark=0.0,
+            admission="optimistic",  # all streams enter at once, whatever they may grow to
         ) as chunked,
         LLM(
             arguments.model,
@@ -116,6 +117,7 @@ def main() -> None:
             max_num_batched_tokens=budgets["whole"],
             num_kv_blocks=num_blocks,
             watermark=0.0,
+            admission="optimistic",  # all streams enter at once, whatever they may grow to
         ) as whole,
     ):
         engines = {"chunked": chunked, "whole": whole}
