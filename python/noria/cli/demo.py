@@ -78,15 +78,17 @@ def _answer(llm: "LLM", prompts: list[tuple[str, int]], out: "Console") -> "Work
     import numpy as np
 
     from noria.bench.workload import Workload, WorkloadRequest
-    from noria.cli.answer import AnswerText
     from noria.cli.generate import chat_ids
     from noria.cli.seats import Answer, SeatScreen
     from noria.sampling.params import SamplingParams
 
-    assert llm.tokenizer is not None
     inputs = [chat_ids(llm, text) for text, _ in prompts]
     params = [SamplingParams(temperature=0.0, max_tokens=max_tokens) for _, max_tokens in prompts]
-    answers = [Answer(text, AnswerText(llm.tokenizer)) for text, _ in prompts]
+    answers = []
+    for (text, _), one in zip(prompts, params, strict=True):
+        stream = llm.answer_text(one)
+        assert stream is not None  # there is a tokenizer, and text is wanted
+        answers.append(Answer(text, stream))
     with SeatScreen(answers, lambda: llm.engine.seat_handles, out) as screen:
         outputs = llm.generate(inputs, params, use_tqdm=False, on_events=screen.update)
     lengths = [len(output.outputs[0].token_ids) for output in outputs]

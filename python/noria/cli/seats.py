@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from noria import _core
-from noria.cli.answer import AnswerText
 
 if TYPE_CHECKING:
     from noria.outputs import Events
+    from noria.text.answer import AnswerText
 
 _REDRAW_EVERY_S = 0.25
 _LINE_EVERY_S = 2.0
@@ -37,7 +37,7 @@ class Answer:
     """
 
     question: str
-    stream: AnswerText
+    stream: "AnswerText"
     text: str = ""
     seat: int = _EMPTY
     has_finished: bool = False
@@ -82,17 +82,15 @@ class SeatScreen:
         self._index_of.update(zip(rows[admitted, 0].tolist(), indices[admitted].tolist(), strict=True))
         self._look_at_seats()
         is_token, is_end = kinds == _core.TOKEN, kinds == _core.FINISHED
-        reasons = dict(zip(indices[is_end].tolist(), rows[is_end, 2].tolist(), strict=True))
-        tokens: dict[int, list[int]] = {index: [] for index in reasons}
         for index, token_id in zip(indices[is_token].tolist(), rows[is_token, 2].tolist(), strict=True):
-            tokens.setdefault(index, []).append(token_id)
-        for index, token_ids in tokens.items():
             answer = self._answers[index]
-            answer.text += answer.stream.push(token_ids, reasons.get(index))
-            self._counts.tokens += len(token_ids)
-        for index in reasons:
+            answer.text += answer.stream.push(token_id)
+            self._counts.tokens += 1
+        for index in indices[is_end].tolist():
+            answer = self._answers[index]
+            answer.text += answer.stream.end()
+            answer.has_finished = True
             self._counts.finished += 1
-            self._answers[index].has_finished = True
             self._print_answer(index)
         self._draw()
 
