@@ -168,14 +168,18 @@ def resolve_model(text: str) -> Path:
     Raises:
         ModelError: there is nothing there.
     """
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
-    if text == SMOLLM2_ALIAS:
-        return find_smollm2()
     from noria.loading.hub import local_model
 
-    return local_model(text)
+    return local_model(packaged_model(text))
+
+
+def packaged_model(text: str) -> str:
+    """MODEL, or the path of the model in a package that it stands for.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    return str(find_smollm2()) if text == SMOLLM2_ALIAS and not Path(text).exists() else text
 
 
 def find_smollm2() -> Path:
