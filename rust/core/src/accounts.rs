@@ -19,7 +19,7 @@ const MANY: usize = 1024;
 
 #[derive(Debug)]
 pub(crate) struct Account {
-    tenant: u64,
+    pub(crate) tenant: u64,
     /// Weighted tokens served, and lifts.
     pub(crate) counter: u64,
     /// Requests that have not ended.

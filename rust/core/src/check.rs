@@ -98,6 +98,12 @@ impl Scheduler {
         assert_eq!(num_parked, self.num_parked as usize, "parked sequences");
         self.check_sums();
         self.check_tier();
+        self.check_adapters();
+        let deadlines = self.arena.iter().filter(|(_, sequence)| !sequence.is_ghost());
+        let first = deadlines
+            .filter_map(|(_, sequence)| sequence.standing.expires_us)
+            .min();
+        assert_eq!(self.next_expiry_us(), first, "the next to expire");
     }
 
     /// What admission and accounts add up.
@@ -141,6 +147,18 @@ impl Scheduler {
                 "an account's requests in line"
             );
         }
+    }
+
+    fn check_adapters(&self) {
+        let mut running: BTreeMap<u64, u32> = BTreeMap::new();
+        for (_, sequence) in self.arena.iter() {
+            if sequence.is_running() && sequence.standing.adapter != 0 {
+                *running.entry(sequence.standing.adapter).or_default() += 1;
+            }
+        }
+        assert_eq!(&running, self.adapters.running(), "adapters that run");
+        let max = self.config.max_adapters as usize;
+        assert!(max == 0 || running.len() <= max, "adapters at once");
     }
 
     fn check_tier(&self) {

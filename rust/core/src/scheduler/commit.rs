@@ -112,6 +112,9 @@ impl Scheduler {
             self.commit_row(row, ids, &mut tally);
             (rows, num_ids, rest) = (rows_behind, counts_behind, ids_behind);
         }
+        if self.config.step_target_us > 0 {
+            self.cost.learn(taken.size, device_us);
+        }
         taken.record.num_output_tokens = tally.used.into();
         taken.record.num_finished = tally.finished.into();
         taken.record.num_wasted_tokens =

@@ -1,8 +1,10 @@
 //! `plan`: decodes first, then one walk over prefills, then the rows are written.
 
+use super::write::size_of;
 use super::{Drafts, Planned, Scheduler};
+use crate::cost::Size;
 use crate::ids::Slot;
-use crate::policy::Admission;
+use crate::policy::{Admission, MAX_PAUSED_STEPS, Share};
 use crate::step::RowInFlight;
 
 impl Scheduler {
@@ -16,10 +18,12 @@ impl Scheduler {
             self.layout.size,
             "the buffer's length is the layout's"
         );
+        self.score_changed(now_us);
         if let Some(recorder) = &mut self.recorder {
             recorder.plan(now_us, drafts);
         }
         self.events.begin();
+        self.end_expired(now_us);
         if self.steps.is_full() {
             return self.nothing();
         }
@@ -39,9 +43,22 @@ impl Scheduler {
         if self.is_shrinking() {
             self.shed();
         }
-        self.plan_decodes(buffer);
+        let prefills_go_first = self.prefills_go_first();
+        if prefills_go_first {
+            self.list_prefills();
+            if self.config.step_target_us > 0 {
+                self.budget_time(Size::default());
+            }
+            self.walk_prefills();
+        }
+        self.plan_decodes(buffer, prefills_go_first);
         self.extend_by_drafts(drafts);
-        self.walk_prefills();
+        if !prefills_go_first {
+            if self.config.step_target_us > 0 {
+                self.budget_time(size_of(&self.pass.rows));
+            }
+            self.walk_prefills();
+        }
         self.drop_withdrawn();
         if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
@@ -72,7 +89,8 @@ impl Scheduler {
     }
 
     /// Every resident that decodes gets a row of one token, best key first; prefills are listed for the walk.
-    fn plan_decodes(&mut self, buffer: &mut [i32]) {
+    /// Where prefills went first, those get one for whom tokens are left; how often in a row some did not is counted.
+    fn plan_decodes(&mut self, buffer: &mut [i32], prefills_went_first: bool) {
         let is_padded = self.config.admission == Admission::StaticPadded;
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
@@ -84,24 +102,27 @@ impl Scheduler {
         }
         let (row_seat, row_start) = self.layout.plain_columns(buffer);
         let (mut next, mut num_rows) = (0, 0);
-        loop {
+        // The budget holds a token a seat, so it is only prefills that can leave fewer.
+        let max_rows = num_residents.min(self.pass.num_left as usize);
+        while num_rows < max_rows {
             if all_run {
                 let num_plain = self.plan_plain_rows(
                     next,
-                    &mut rows[num_rows..],
+                    &mut rows[num_rows..max_rows],
                     &mut row_seat[num_rows..],
                     &mut row_start[num_rows..],
                 );
                 next += num_plain;
                 num_rows += num_plain;
             }
-            if next == num_residents {
+            if next == num_residents || num_rows == max_rows {
                 break;
             }
             let resident = *self.residents.get(next);
             next += 1;
             let (handle, slot) = (resident.handle, resident.handle.slot());
             if !resident.has_left()
+                && !(prefills_went_first && self.has_prefill(slot))
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
@@ -110,6 +131,12 @@ impl Scheduler {
                 num_rows += 1;
             }
         }
+        let has_paused = prefills_went_first && self.is_decode_left(next);
+        self.num_paused_steps = if has_paused {
+            self.num_paused_steps + 1
+        } else {
+            0
+        };
         rows.truncate(num_rows);
         self.pass.num_left -= num_rows as u32;
         self.pass.rows = rows;
@@ -153,11 +180,7 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         if !sequence.has_sampled || sequence.num_padding_owed > 0 {
-            let num_blocks = self.config.blocks_for(sequence.num_tokens());
-            let debt = num_blocks.saturating_sub(self.kv.len(seat));
-            self.arena[slot].row.debt = debt;
-            self.pass.debt += debt;
-            self.pass.prefills.push(slot);
+            self.list_prefill(slot);
             return false;
         }
         if holds_decodes {
@@ -169,6 +192,59 @@ impl Scheduler {
             return self.config.blocks_for(num_wanted) <= self.kv.len(seat);
         }
         sequence.max_output_in_flight() < sequence.max_output && self.try_grow(slot, num_wanted)
+    }
+
+    /// Resident `slot` has prompt tokens to go.
+    fn list_prefill(&mut self, slot: Slot) {
+        let sequence = &self.arena[slot];
+        let seat = sequence.seat().expect("a resident has a seat");
+        let num_blocks = self.config.blocks_for(sequence.num_tokens());
+        let debt = num_blocks.saturating_sub(self.kv.len(seat));
+        self.arena[slot].row.debt = debt;
+        self.pass.debt += debt;
+        self.pass.prefills.push(slot);
+    }
+
+    /// Whether prefills come before decodes in this plan.
+    fn prefills_go_first(&self) -> bool {
+        self.config.share == Share::PrefillFirst
+            && self.num_paused_steps < MAX_PAUSED_STEPS
+            && !self.config.admission.is_static()
+            && self.quarantine.active().is_none()
+    }
+
+    fn list_prefills(&mut self) {
+        for i in 0..self.residents.len() {
+            let resident = *self.residents.get(i);
+            let slot = resident.handle.slot();
+            if !resident.has_left() && !self.arena[slot].has_sampled {
+                self.list_prefill(slot);
+            }
+        }
+    }
+
+    /// Whether one of the residents from `next` on could decode.
+    fn is_decode_left(&self, next: usize) -> bool {
+        self.residents.settled_from(next).iter().any(|resident| {
+            let slot = resident.handle.slot();
+            !resident.has_left() && !self.has_prefill(slot) && {
+                let sequence = &self.arena[slot];
+                sequence.max_output_in_flight() < sequence.max_output
+            }
+        })
+    }
+
+    /// Whether resident `slot` is among the prefills of this plan, whatever came of it.
+    fn has_prefill(&self, slot: Slot) -> bool {
+        let sequence = &self.arena[slot];
+        !sequence.has_sampled || sequence.row.count > 0
+    }
+
+    /// What is left of the step's target for prefills, beside the rows of this size; before any step was seen, the first
+    /// prefill's block alone.
+    fn budget_time(&mut self, size: Size) {
+        let left = self.cost.left_of(self.config.step_target_us, size);
+        self.pass.cost_left = Some(left.unwrap_or(0));
     }
 
     /// Drops the rows of those that made room for others since.
