@@ -336,6 +336,7 @@ impl Naive {
         sequence.promotion = None;
         sequence.aged_until = None;
         sequence.num_recent_preemptions = 0;
+        self.look_up(handle);
         let score = self.score(handle);
         self.sequence_mut(handle).score = score;
         let key = (

@@ -104,8 +104,12 @@ impl CostModel {
         i128::from(size.num_tokens) * self.coefficients[0] + keys
     }
 
-    /// The longest row from `start` on, of up to `most` tokens, that adds no more than `left`.
+    /// The longest row from `start` on, of up to `most` tokens, that adds no more than `left`; none before any step was
+    /// seen.
     pub(crate) fn affordable(&self, start: u32, most: u32, left: i128) -> u32 {
+        if self.num_seen == 0 {
+            return 0;
+        }
         let fits = |count: u32| self.cost(Size::of(count, start + count)) <= left;
         if fits(most) {
             return most;

@@ -45,7 +45,7 @@ pub(crate) const AGED_BAND: i64 = i64::MIN;
 
 /// The order in a band, as a pure function of what is known of a request. The built-in ones are [`KeyPolicy`]'s; one's own
 /// is given to [`Scheduler::with_policy`](crate::Scheduler::with_policy).
-pub trait Policy: Debug + Send {
+pub trait Policy: Debug + Send + Sync {
     /// Facts that take work to find; the others are always given, these only if asked for.
     fn reads(&self) -> Reads {
         Reads {

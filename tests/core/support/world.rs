@@ -42,6 +42,10 @@ pub(crate) struct World {
     pub(crate) digests: Vec<u64>,
     pub(crate) num_steps: u64,
     pub(crate) num_failures: u64,
+    /// The core asks a policy itself.
+    pub(crate) has_policy: bool,
+    /// How long the device takes for a step.
+    pub(crate) device_us: fn(&StepView) -> u64,
     pub(super) seen: Seen,
     pub(super) last_step: u64,
     discarded: Vec<StepId>,
@@ -60,7 +64,8 @@ impl World {
         Self::around(Scheduler::recorded(config.clone()).expect("the configuration is good"))
     }
 
-    fn around(core: Scheduler) -> Self {
+    /// Around a core that somebody has made.
+    pub(crate) fn around(core: Scheduler) -> Self {
         let (config, layout) = (core.config().clone(), *core.layout());
         Self {
             runner: NullRunner::new(&config, &layout),
@@ -73,6 +78,8 @@ impl World {
             digests: Vec::new(),
             num_steps: 0,
             num_failures: 0,
+            has_policy: false,
+            device_us: |_| 7,
             seen: Seen::default(),
             last_step: 0,
             discarded: Vec::new(),
@@ -171,7 +178,7 @@ impl World {
 
     pub(crate) fn plan_with(&mut self, drafts: &Drafts<'_>) -> Planned {
         let now = self.now();
-        if self.config.key == KeyPolicy::Own {
+        if self.config.key == KeyPolicy::Own && !self.has_policy {
             self.tell_scores(now);
         }
         self.ledger.expire(now);
@@ -298,7 +305,13 @@ impl World {
         }
         let now = self.now();
         self.core
-            .commit(sampled.id, &sampled.num_ids, &sampled.ids, 7, now)
+            .commit(
+                sampled.id,
+                &sampled.num_ids,
+                &sampled.ids,
+                (self.device_us)(&sampled.view),
+                now,
+            )
             .expect("the ids match the step");
         self.check();
         let totals = self
