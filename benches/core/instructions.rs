@@ -29,7 +29,8 @@ const COUNTED: &str = "--counted";
 /// In place of a size: the run is the pool's, or that of a case under pressure and its size.
 const POOL: &str = "pool";
 const PRESSURE: &str = "pressure";
-/// Every order of the line; tenants are 64.
+/// Every order of the line, counted at this size, for 64 tenants.
+const POLICY_SIZE: u32 = 256;
 const POLICIES: [(&str, KeyPolicy); 6] = [
     ("fcfs", KeyPolicy::Fcfs),
     ("priority", KeyPolicy::Priority),
@@ -82,7 +83,9 @@ fn main() -> ExitCode {
             println!("{}", pressure::run_counted(case as usize, size));
             return ExitCode::SUCCESS;
         }
-        run_counted(args[1].parse().expect("a size is a number"), &args[2]);
+        let [running, num_tenants]: [u32; 2] =
+            [&args[1], &args[2]].map(|arg| arg.parse().expect("a number"));
+        run_counted(running, num_tenants.into(), &args[3]);
         return ExitCode::SUCCESS;
     }
     if Command::new("valgrind").arg("--version").output().is_err() {
@@ -115,9 +118,9 @@ fn main() -> ExitCode {
 }
 
 /// The run under valgrind: only what `Counted` measures is counted.
-fn run_counted(running: u32, policy: &str) {
+fn run_counted(running: u32, num_tenants: u64, policy: &str) {
     let key = POLICIES.iter().find(|known| known.0 == policy);
-    let mut steady = SteadyDecode::under(running, key.expect("the policy is known").1);
+    let mut steady = SteadyDecode::new(running, num_tenants, key.expect("the policy is known").1);
     let num_rows: u32 = (0..NUM_TURNS).map(|_| steady.turn(&mut Counted)).sum();
     steady.assert_steady();
     println!("{num_rows}");
@@ -141,7 +144,7 @@ fn report(sizes: &[u32]) -> bool {
     let mut is_within = true;
     let mut per_step = BTreeMap::new();
     for &running in sizes {
-        let (num_rows, counts) = count(&[&running.to_string(), "fcfs"], COUNTED_VERBS);
+        let (num_rows, counts) = count(&[&running.to_string(), "1", "fcfs"], COUNTED_VERBS);
         let total: f64 = counts.iter().copied().map(f64::from).sum();
         let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
         let per_row = total / f64::from(num_rows);
@@ -163,10 +166,10 @@ fn report(sizes: &[u32]) -> bool {
 
 /// A sequence-step under each policy, at the size that the limit is for.
 fn report_policies() -> bool {
-    println!("instructions a sequence-step with {LIMITED_SIZE} running and 64 tenants, by policy");
+    println!("instructions a sequence-step with {POLICY_SIZE} running and 64 tenants, by policy");
     let mut is_within = true;
     for (name, _) in POLICIES {
-        let (num_rows, counts) = count(&[&LIMITED_SIZE.to_string(), name], COUNTED_VERBS);
+        let (num_rows, counts) = count(&[&POLICY_SIZE.to_string(), "64", name], COUNTED_VERBS);
         let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
         let per_row = submit + plan + commit;
         println!("{name:>8} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1}");

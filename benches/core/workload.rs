@@ -63,6 +63,7 @@ pub(crate) struct SteadyDecode {
     pub(crate) core: Scheduler,
     num_wanted: u32,
     num_submitted: u64,
+    num_tenants: u64,
     ids: Ids,
     /// Steps planned and their buffers, oldest first.
     pub(crate) in_flight: VecDeque<(StepId, Vec<i32>)>,
@@ -72,13 +73,8 @@ pub(crate) struct SteadyDecode {
 }
 
 impl SteadyDecode {
-    /// A core with `running` sequences in order of arrival, warm.
-    pub(crate) fn new(running: u32) -> Self {
-        Self::under(running, KeyPolicy::Fcfs)
-    }
-
-    /// The same under another order, for 64 tenants.
-    pub(crate) fn under(running: u32, key: KeyPolicy) -> Self {
+    /// A core with `running` sequences, warm.
+    pub(crate) fn new(running: u32, num_tenants: u64, key: KeyPolicy) -> Self {
         let longest = PROMPT_TOKENS as u32 + OUTPUT_TOKENS;
         let core = Scheduler::new(Config {
             // Every table fits at its longest, so nobody is preempted; the rest fills with cached blocks, so that
@@ -99,6 +95,7 @@ impl SteadyDecode {
             core,
             num_wanted: 0,
             num_submitted: 0,
+            num_tenants,
             ids: Ids::new(running.into()),
             in_flight: VecDeque::new(),
             spare,
@@ -157,7 +154,7 @@ impl SteadyDecode {
         let prompt: [i32; PROMPT_TOKENS] = std::array::from_fn(|_| self.ids.draw());
         let request = Request {
             stop_token_ids: &[STOP_ID],
-            tenant: self.num_submitted % 64,
+            tenant: self.num_submitted % self.num_tenants,
             ..Request::new(&prompt, OUTPUT_TOKENS.into())
         };
         self.num_submitted += 1;

@@ -482,7 +482,8 @@ impl Naive {
                 .filter(|&adapter| adapter != 0)
                 .filter(|&adapter| {
                     let goes = |other: &u64| ranking.contains(other) && may_go(self, *other);
-                    of(adapter).iter().all(goes)
+                    let all = of(adapter);
+                    !all.is_empty() && all.iter().all(goes)
                 });
             let Some(emptied) = adapters.min_by_key(|&adapter| (of(adapter).len(), adapter)) else {
                 return false;

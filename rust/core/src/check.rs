@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use crate::accounts::AccountId;
 use crate::ids::{BlockId, Slot};
 use crate::kv::Kv;
-use crate::policy::Admission;
+use crate::policy::{Admission, KeyPolicy};
 use crate::scheduler::Scheduler;
 use crate::sequence::{PlannedRow, Sequence, State};
 
@@ -109,6 +109,7 @@ impl Scheduler {
     /// What admission and accounts add up.
     fn check_sums(&self) {
         let (mut num_limits, mut num_demanded, mut num_queued) = (0, 0, 0);
+        let mut band_limits: BTreeMap<i64, u64> = BTreeMap::new();
         let mut open = alloc::vec![(0, 0); self.accounts.len()];
         for (slot, sequence) in self.arena.iter() {
             let standing = &sequence.standing;
@@ -121,6 +122,10 @@ impl Scheduler {
             let is_waiting = sequence.state == State::Waiting;
             if sequence.is_running() {
                 num_limits += u64::from(self.limit_blocks(slot));
+                if self.config.key != KeyPolicy::Fcfs {
+                    let band = band_limits.entry(sequence.key.band).or_default();
+                    *band += u64::from(self.limit_blocks(slot));
+                }
             }
             if is_waiting {
                 num_demanded += u64::from(self.limit_blocks(slot));
@@ -134,6 +139,8 @@ impl Scheduler {
             account.1 += u32::from(is_waiting && self.is_fair());
         }
         assert_eq!(num_limits, self.num_limit_blocks, "limits of those running");
+        let band_limits: Vec<(i64, u64)> = band_limits.into_iter().collect();
+        assert_eq!(band_limits, self.band_limits, "limits by band");
         assert_eq!(
             num_demanded, self.num_demanded_blocks,
             "demand of the queue"

@@ -395,7 +395,7 @@ impl Scheduler {
         } else {
             self.arena[slot].num_tokens()
         });
-        let need = self.need(slot, num_blocks);
+        let (need, may_find_more) = self.need(slot, num_blocks);
         // One that was preempted keeps its place, and so what comes free.
         let in_vain = if need.has_seat && !self.arena[slot].was_admitted {
             Entry::Blocked
@@ -412,7 +412,11 @@ impl Scheduler {
             }
             Outlook::Exceeds => return in_vain,
         };
-        self.find_hits(slot);
+        if need.num_shared > 0 || may_find_more {
+            self.find_hits(slot);
+        } else {
+            self.pass.hits.clear();
+        }
         if self.num_shared_hits() < need.num_shared {
             // Something in the middle was lost: the next plan counts from the first block on.
             self.arena[slot].standing.num_held_blocks = 0;
@@ -451,12 +455,13 @@ impl Scheduler {
         Entry::Taken
     }
 
-    /// What `slot` needs to enter, with `num_blocks` for the tokens that it has.
-    fn need(&mut self, slot: Slot, num_blocks: u32) -> Need {
-        let num_shared = self.num_held_blocks_of(slot);
+    /// What `slot` needs to enter, with `num_blocks` for the tokens that it has; and whether it may find more blocks than
+    /// others hold.
+    fn need(&mut self, slot: Slot, num_blocks: u32) -> (Need, bool) {
+        let (num_shared, may_find_more) = self.num_held_blocks_of(slot);
         let is_confined = self.quarantine.active().is_some();
         let is_reserved = self.config.admission == Admission::Reserve && !is_confined;
-        Need {
+        let need = Need {
             num_blocks: if is_reserved {
                 self.limit_blocks(slot) - num_shared
             } else {
@@ -478,7 +483,8 @@ impl Scheduler {
             num_available: self.kv.num_available(),
             has_seat: !self.free_seats.is_empty(),
             has_adapter: self.has_adapter_room(slot),
-        }
+        };
+        (need, may_find_more)
     }
 
     /// Of `pass.hits`, the blocks that others hold.
@@ -543,6 +549,7 @@ impl Scheduler {
         self.events
             .push(handle, kind, num_hit_tokens.into(), self.next_step as i64);
         self.residents.add(sequence.key, handle);
+        self.join_band(slot);
         self.num_running += 1;
         self.pass.gained.push(slot);
         seat

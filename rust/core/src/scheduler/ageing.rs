@@ -110,7 +110,9 @@ impl Scheduler {
         standing.promotion = None;
         standing.num_recent_preemptions = 0;
         let key = self.turn(slot).key();
+        self.leave_band(slot);
         self.arena[slot].key = key;
+        self.join_band(slot);
         self.residents.note_departure(old);
         self.residents.add(key, handle);
         false

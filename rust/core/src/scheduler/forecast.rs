@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use super::Scheduler;
 use super::victim::Need;
 use crate::ids::{Handle, Slot};
-use crate::policy::Admission;
+use crate::policy::{Admission, KeyPolicy};
 
 /// One that runs, or would; its band is that of its priority until it has a seat.
 #[derive(Clone, Copy, Debug)]
@@ -141,6 +141,32 @@ impl Scheduler {
         self.arena[slot].standing.num_limit_blocks
     }
 
+    /// Running `slot` counts in the band of its key from now on; O(bands), and of few. In order of arrival there are no
+    /// bands of which one could displace another.
+    pub(super) fn join_band(&mut self, slot: Slot) {
+        if self.config.key == KeyPolicy::Fcfs {
+            return;
+        }
+        let (band, num) = (self.arena[slot].key.band, self.limit_blocks(slot));
+        let at = self.band_limits.partition_point(|limit| limit.0 < band);
+        match self.band_limits.get_mut(at) {
+            Some(limit) if limit.0 == band => limit.1 += u64::from(num),
+            _ => self.band_limits.insert(at, (band, num.into())),
+        }
+    }
+
+    pub(super) fn leave_band(&mut self, slot: Slot) {
+        if self.config.key == KeyPolicy::Fcfs {
+            return;
+        }
+        let (band, num) = (self.arena[slot].key.band, self.limit_blocks(slot));
+        let at = self.band_limits.partition_point(|limit| limit.0 < band);
+        self.band_limits[at].1 -= u64::from(num);
+        if self.band_limits[at].1 == 0 {
+            self.band_limits.remove(at);
+        }
+    }
+
     /// Blocks that those running may ever need beside those that they hold.
     pub(super) fn num_outstanding_blocks(&self) -> u64 {
         self.num_limit_blocks - u64::from(self.kv.num_entries())
@@ -173,15 +199,20 @@ impl Scheduler {
         Outlook::Fits
     }
 
-    /// Whether `slot` would fit beside those that it may not displace.
+    /// Whether `slot` would fit beside those that it may not displace; O(bands) where even their limits fit.
     pub(super) fn fits_beside_equals(&mut self, slot: Slot, need: &Need) -> bool {
         if self.config.admission != Admission::Peak || self.quarantine.active().is_some() {
             return true;
         }
-        let newcomer = self.member_to_be(slot, need.num_shared);
-        if self.has_nobody_up_to(newcomer.band) {
+        let band = self.own_band(slot);
+        let up_to_band = self.band_limits.iter().take_while(|limit| limit.0 <= band);
+        let limits: u64 = up_to_band.map(|limit| limit.1).sum();
+        if limits == 0
+            || limits + u64::from(self.limit_blocks(slot)) <= u64::from(self.highest_peak(slot))
+        {
             return true;
         }
+        let newcomer = self.member_to_be(slot, need.num_shared);
         let peak = self.peak_with(&newcomer, need, newcomer.band);
         peak <= self.highest_peak(slot)
     }
@@ -195,14 +226,6 @@ impl Scheduler {
         };
         let most = u64::from(self.config.num_blocks - self.config.watermark_blocks);
         (most * u64::from(percent) / 100) as u32
-    }
-
-    fn has_nobody_up_to(&mut self, band: i64) -> bool {
-        self.make_forecast();
-        self.forecast
-            .members
-            .iter()
-            .all(|member| member.band > band)
     }
 
     fn peak_with(&mut self, newcomer: &Member, need: &Need, band: i64) -> u32 {

@@ -5,7 +5,6 @@ use crate::accounts::AccountId;
 use crate::ids::Slot;
 use crate::policy::{Admission, Facts, Key, KeyPolicy, Policy, Reads, rank};
 use crate::queue::Turn;
-use crate::step::RowInFlight;
 
 /// Waiting requests whose cached prefix is looked up again in each plan, under [`KeyPolicy::Prefix`].
 const NUM_REFRESHED: usize = 4;
@@ -74,11 +73,11 @@ impl Scheduler {
 
     /// Where the standing of `slot` puts it.
     pub(super) fn turn(&mut self, slot: Slot) -> Turn {
-        let (policy, sequence) = (self.config.key, &self.arena[slot]);
-        let standing = sequence.standing;
+        let (policy, standing) = (self.config.key, &self.arena[slot].standing);
+        let (priority, arrival) = (standing.priority, standing.arrival);
         let account = self.line_account(standing.account);
         if let Some(promotion) = standing.promotion {
-            let key = Key::aged(promotion, standing.arrival);
+            let key = Key::aged(promotion, arrival);
             return Turn {
                 band: key.band,
                 place: 0,
@@ -90,16 +89,17 @@ impl Scheduler {
         }
         let score = match policy {
             KeyPolicy::Own => standing.score,
+            KeyPolicy::Fcfs | KeyPolicy::Priority | KeyPolicy::Fair => 0,
             policy => policy.score(&self.facts(slot, policy.reads())),
         };
         Turn {
-            band: policy.band(standing.priority),
+            band: policy.band(priority),
             place: match policy {
                 KeyPolicy::Fair => self.accounts.get(account).counter,
                 _ => 0,
             },
             score: rank(score),
-            arrival: standing.arrival,
+            arrival,
             account,
             slot,
         }
@@ -177,22 +177,29 @@ impl Scheduler {
     /// Leading blocks of `slot`, which waits, that can be found and that others hold: what need not come free for it.
     /// Who holds a block of a prefix holds those before it, so the search goes on from where the last one ended, and
     /// costs what has changed since; not even a long cached prompt that does not fit costs more.
-    pub(super) fn num_held_blocks_of(&mut self, slot: Slot) -> u32 {
+    /// Says as well whether there may be more that can be found.
+    pub(super) fn num_held_blocks_of(&mut self, slot: Slot) -> (u32, bool) {
         let last = self.last_findable(slot);
         let mut num_held = self.arena[slot].standing.num_held_blocks.min(last);
-        while num_held > 0 && !self.is_block_held(slot, num_held - 1) {
+        while num_held > 0 && self.held_block(slot, num_held - 1) != Some(true) {
             num_held -= 1;
         }
-        while num_held < last && self.is_block_held(slot, num_held) {
+        let mut edge = None;
+        while num_held < last {
+            edge = self.held_block(slot, num_held);
+            if edge != Some(true) {
+                break;
+            }
             num_held += 1;
         }
         self.arena[slot].standing.num_held_blocks = num_held;
-        num_held
+        (num_held, edge.is_some())
     }
 
-    fn is_block_held(&mut self, slot: Slot, column: u32) -> bool {
+    /// Whether others hold full block `column` of `slot`, if it can be found.
+    fn held_block(&mut self, slot: Slot, column: u32) -> Option<bool> {
         self.find_block(slot, column)
-            .is_some_and(|block| self.kv.pool.num_holders(block) > 0)
+            .map(|block| self.kv.pool.num_holders(block) > 0)
     }
 
     /// Leading blocks that `slot`, which waits, may find. The last token is always computed: its logits are wanted.
@@ -237,20 +244,6 @@ impl Scheduler {
         }
     }
 
-    /// Charges the tokens that a step's rows sampled, but for those of requests that have ended.
-    pub(super) fn charge_outputs(&mut self, rows: &[RowInFlight], num_ids: &[i32]) {
-        let weight = u64::from(self.config.fair_output_weight);
-        for (row, &num) in rows.iter().zip(num_ids) {
-            let Some(sequence) = self.arena.get_mut(row.handle) else {
-                continue;
-            };
-            if num > 0 && !sequence.is_ghost() {
-                let account = sequence.standing.account;
-                self.accounts.charge(account, weight * num as u64);
-            }
-        }
-    }
-
     /// Looks up again what the cache holds of a few that wait, another few in each plan.
     pub(super) fn refresh_scores(&mut self) {
         if self.config.key != KeyPolicy::Prefix {
@@ -262,7 +255,9 @@ impl Scheduler {
                 return;
             };
             self.refreshed = Some(turn);
-            self.requeue(turn.slot);
+            if self.turn(turn.slot) != turn {
+                self.requeue(turn.slot);
+            }
         }
     }
 }

@@ -111,8 +111,9 @@ pub struct Scheduler {
     num_paused_steps: u32,
     /// Where the round of scores that are looked up again has got to.
     refreshed: Option<Turn>,
-    /// Blocks that those running can ever need.
+    /// Blocks that those running can ever need; and by the bands of their keys, in order.
     pub(crate) num_limit_blocks: u64,
+    pub(crate) band_limits: Vec<(i64, u64)>,
     /// Blocks that those waiting can ever need.
     pub(crate) num_demanded_blocks: u64,
     /// Tokens of those that wait or are parked, as they had them when they came.
@@ -168,6 +169,7 @@ impl Scheduler {
             num_paused_steps: 0,
             refreshed: None,
             num_limit_blocks: 0,
+            band_limits: Vec::new(),
             num_demanded_blocks: 0,
             num_queued_tokens: 0,
             quarantine: Quarantine::default(),
@@ -447,6 +449,7 @@ impl Scheduler {
     fn note_exit(&mut self, slot: Slot) {
         self.num_running -= 1;
         self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
+        self.leave_band(slot);
         self.adapters.leave(self.arena[slot].standing.adapter);
     }
 

@@ -43,20 +43,12 @@ impl Scheduler {
         if self.is_shrinking() {
             self.shed();
         }
-        let prefills_go_first = self.prefills_go_first();
-        if prefills_go_first {
-            self.list_prefills();
-            if self.config.step_target_us > 0 {
-                self.budget_time(Size::default());
-            }
-            self.walk_prefills();
-        }
-        self.plan_decodes(buffer, prefills_go_first);
-        self.extend_by_drafts(drafts);
-        if !prefills_go_first {
-            if self.config.step_target_us > 0 {
-                self.budget_time(size_of(&self.pass.rows));
-            }
+        if self.prefills_go_first() {
+            self.plan_prefills_first(buffer, drafts);
+        } else {
+            self.plan_decodes::<false>(buffer);
+            self.extend_by_drafts(drafts);
+            self.budget_time::<false>();
             self.walk_prefills();
         }
         self.drop_withdrawn();
@@ -90,7 +82,7 @@ impl Scheduler {
 
     /// Every resident that decodes gets a row of one token, best key first; prefills are listed for the walk.
     /// Where prefills went first, those get one for whom tokens are left; how often in a row some did not is counted.
-    fn plan_decodes(&mut self, buffer: &mut [i32], prefills_went_first: bool) {
+    fn plan_decodes<const PREFILLS_WENT_FIRST: bool>(&mut self, buffer: &mut [i32]) {
         let is_padded = self.config.admission == Admission::StaticPadded;
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
@@ -103,8 +95,12 @@ impl Scheduler {
         let (row_seat, row_start) = self.layout.plain_columns(buffer);
         let (mut next, mut num_rows) = (0, 0);
         // The budget holds a token a seat, so it is only prefills that can leave fewer.
-        let max_rows = num_residents.min(self.pass.num_left as usize);
-        while num_rows < max_rows {
+        let max_rows = if PREFILLS_WENT_FIRST {
+            num_residents.min(self.pass.num_left as usize)
+        } else {
+            rows.len()
+        };
+        while !PREFILLS_WENT_FIRST || num_rows < max_rows {
             if all_run {
                 let num_plain = self.plan_plain_rows(
                     next,
@@ -115,14 +111,14 @@ impl Scheduler {
                 next += num_plain;
                 num_rows += num_plain;
             }
-            if next == num_residents || num_rows == max_rows {
+            if next == num_residents || PREFILLS_WENT_FIRST && num_rows == max_rows {
                 break;
             }
             let resident = *self.residents.get(next);
             next += 1;
             let (handle, slot) = (resident.handle, resident.handle.slot());
             if !resident.has_left()
-                && !(prefills_went_first && self.has_prefill(slot))
+                && !(PREFILLS_WENT_FIRST && self.has_prefill(slot))
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
@@ -140,8 +136,7 @@ impl Scheduler {
                 num_rows += 1;
             }
         }
-        let has_paused = prefills_went_first && self.is_decode_left(next);
-        self.num_paused_steps = if has_paused {
+        self.num_paused_steps = if PREFILLS_WENT_FIRST && self.is_decode_left(next) {
             self.num_paused_steps + 1
         } else {
             0
@@ -185,6 +180,11 @@ impl Scheduler {
 
     /// Whether resident `slot` decodes in this step, with a block reserved for it; if it has prompt tokens to go, it is
     /// listed.
+    #[inline(always)]
+    #[allow(
+        clippy::inline_always,
+        reason = "it is in the loop over residents, in both of its forms"
+    )]
     fn decodes_next(&mut self, slot: Slot, holds_decodes: bool) -> bool {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
@@ -222,6 +222,15 @@ impl Scheduler {
             && self.quarantine.active().is_none()
     }
 
+    #[inline(never)] // off the path of the common share
+    fn plan_prefills_first(&mut self, buffer: &mut [i32], drafts: &Drafts<'_>) {
+        self.list_prefills();
+        self.budget_time::<true>();
+        self.walk_prefills();
+        self.plan_decodes::<true>(buffer);
+        self.extend_by_drafts(drafts);
+    }
+
     fn list_prefills(&mut self) {
         for i in 0..self.residents.len() {
             let resident = *self.residents.get(i);
@@ -249,11 +258,18 @@ impl Scheduler {
         !sequence.has_sampled || sequence.row.count > 0
     }
 
-    /// What is left of the step's target for prefills, beside the rows of this size; before any step was seen, the first
+    /// What is left of the step's target beside the rows that were planned; before any step was seen, that is the first
     /// prefill's block alone.
-    fn budget_time(&mut self, size: Size) {
-        let left = self.cost.left_of(self.config.step_target_us, size);
-        self.pass.cost_left = Some(left.unwrap_or(0));
+    fn budget_time<const PREFILLS_GO_FIRST: bool>(&mut self) {
+        if self.config.step_target_us > 0 {
+            let size = if PREFILLS_GO_FIRST {
+                Size::default()
+            } else {
+                size_of(&self.pass.rows)
+            };
+            let left = self.cost.left_of(self.config.step_target_us, size);
+            self.pass.cost_left = Some(left.unwrap_or(0));
+        }
     }
 
     /// Drops the rows of those that made room for others since.
@@ -276,6 +292,8 @@ impl Scheduler {
 
     /// Reserves blocks for `num_tokens` tokens of resident `slot`, if need be at the cost of another; `false` if it must
     /// wait, or had to leave itself.
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "as `decodes_next`")]
     fn try_grow(&mut self, slot: Slot, num_tokens: u32) -> bool {
         let seat = self.arena[slot].seat().expect("a resident has a seat");
         if num_tokens <= self.kv.len(seat) * self.config.block_size {
