@@ -5,12 +5,14 @@
 //! beside the limits, and fails where one is exceeded. `-- --test` counts only the two sizes that the limits need.
 
 mod pool;
+mod pressure;
 mod workload;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
+use noria_core::KeyPolicy;
 use workload::{Meter, SteadyDecode, Verb};
 
 const SIZES: [u32; 4] = [64, 256, 1024, 4096];
@@ -24,8 +26,19 @@ const NUM_TURNS: u32 = 50;
 const MAX_PER_BLOCK: [f64; 2] = [40.0, 150.0];
 /// The first argument of a run that is to be counted.
 const COUNTED: &str = "--counted";
-/// In place of a size: the run is the pool's.
+/// In place of a size: the run is the pool's, or that of a case under pressure and its size.
 const POOL: &str = "pool";
+const PRESSURE: &str = "pressure";
+/// Every order of the line, counted at this size, for 64 tenants.
+const POLICY_SIZE: u32 = 256;
+const POLICIES: [(&str, KeyPolicy); 6] = [
+    ("fcfs", KeyPolicy::Fcfs),
+    ("priority", KeyPolicy::Priority),
+    ("sjf", KeyPolicy::Sjf),
+    ("deadline", KeyPolicy::Deadline),
+    ("fair", KeyPolicy::Fair),
+    ("prefix", KeyPolicy::Prefix),
+];
 
 /// Each verb in a function of its own, which callgrind knows by its name.
 struct Counted;
@@ -65,7 +78,14 @@ fn main() -> ExitCode {
             println!("{}", pool::run_counted());
             return ExitCode::SUCCESS;
         }
-        run_counted(args[1].parse().expect("a size is a number"));
+        if args[1] == PRESSURE {
+            let [case, size] = [&args[2], &args[3]].map(|arg| arg.parse().expect("a number"));
+            println!("{}", pressure::run_counted(case as usize, size));
+            return ExitCode::SUCCESS;
+        }
+        let [running, num_tenants]: [u32; 2] =
+            [&args[1], &args[2]].map(|arg| arg.parse().expect("a number"));
+        run_counted(running, num_tenants.into(), &args[3]);
         return ExitCode::SUCCESS;
     }
     if Command::new("valgrind").arg("--version").output().is_err() {
@@ -85,9 +105,11 @@ fn main() -> ExitCode {
             true if is_trial => &GROWTH_SIZES,
             true => &SIZES,
         }),
+        report_policies(),
         report_pool(),
+        report_pressure(),
     ];
-    if are_within == [true; 2] {
+    if are_within == [true; 4] {
         ExitCode::SUCCESS
     } else {
         println!("over the limit");
@@ -96,15 +118,16 @@ fn main() -> ExitCode {
 }
 
 /// The run under valgrind: only what `Counted` measures is counted.
-fn run_counted(running: u32) {
-    let mut steady = SteadyDecode::new(running);
+fn run_counted(running: u32, num_tenants: u64, policy: &str) {
+    let key = POLICIES.iter().find(|known| known.0 == policy);
+    let mut steady = SteadyDecode::new(running, num_tenants, key.expect("the policy is known").1);
     let num_rows: u32 = (0..NUM_TURNS).map(|_| steady.turn(&mut Counted)).sum();
     steady.assert_steady();
     println!("{num_rows}");
 }
 
 fn report_pool() -> bool {
-    let (num_blocks, counts) = count(POOL, COUNTED_RESERVATIONS);
+    let (num_blocks, counts) = count(&[POOL], COUNTED_RESERVATIONS);
     let [in_runs, evicting] = counts.map(|count| f64::from(count) / f64::from(num_blocks));
     let [max_in_runs, max_evicting] = MAX_PER_BLOCK;
     println!(
@@ -121,7 +144,7 @@ fn report(sizes: &[u32]) -> bool {
     let mut is_within = true;
     let mut per_step = BTreeMap::new();
     for &running in sizes {
-        let (num_rows, counts) = count(&running.to_string(), COUNTED_VERBS);
+        let (num_rows, counts) = count(&[&running.to_string(), "1", "fcfs"], COUNTED_VERBS);
         let total: f64 = counts.iter().copied().map(f64::from).sum();
         let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
         let per_row = total / f64::from(num_rows);
@@ -141,16 +164,49 @@ fn report(sizes: &[u32]) -> bool {
     is_within
 }
 
+/// A sequence-step under each policy, at the size that the limit is for.
+fn report_policies() -> bool {
+    println!("instructions a sequence-step with {POLICY_SIZE} running and 64 tenants, by policy");
+    let mut is_within = true;
+    for (name, _) in POLICIES {
+        let (num_rows, counts) = count(&[&POLICY_SIZE.to_string(), "64", name], COUNTED_VERBS);
+        let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
+        let per_row = submit + plan + commit;
+        println!("{name:>8} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1}");
+        is_within &= per_row <= MAX_PER_ROW;
+    }
+    is_within
+}
+
+/// Each case at its size, and at half of it.
+fn report_pressure() -> bool {
+    println!("instructions a call under pressure: at half the size, at the size, and growth");
+    let mut is_within = true;
+    for (case, (what, size, max_growth)) in pressure::CASES.into_iter().enumerate() {
+        let [half, whole] = [size / 2, size].map(|size| {
+            let args = [PRESSURE, &case.to_string(), &size.to_string()];
+            let (num_calls, [sum]) = count(&args, pressure::COUNTED);
+            f64::from(sum) / f64::from(num_calls)
+        });
+        let growth = whole / half;
+        println!("{half:9.0} {whole:9.0} {growth:5.2} (limit {max_growth}): {what}: {size}");
+        is_within &= growth <= max_growth;
+    }
+    is_within
+}
+
 /// The rows or blocks of a counted run, and the instructions of each of the functions that are counted in it.
-fn count<const N: usize>(what: &str, functions: [&str; N]) -> (u32, [u32; N]) {
+fn count<const N: usize>(what: &[&str], functions: [&str; N]) -> (u32, [u32; N]) {
+    let name = what.join("-");
     let profile =
-        std::env::temp_dir().join(format!("noria-{}-{what}.callgrind", std::process::id()));
+        std::env::temp_dir().join(format!("noria-{}-{name}.callgrind", std::process::id()));
     let run = Command::new("valgrind")
         .args(["--tool=callgrind", "--quiet", "--collect-atstart=no"])
         .args(functions.map(|function| format!("--toggle-collect=*{function}*")))
         .arg(format!("--callgrind-out-file={}", profile.display()))
         .arg(std::env::current_exe().expect("this program has a path"))
-        .args([COUNTED, what])
+        .arg(COUNTED)
+        .args(what)
         .output()
         .expect("valgrind runs");
     assert!(

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use noria_core::expand::{SeatState, StepArrays, apply, expand as expand_rows};
-use noria_core::{Config, FinishReason, Request, Scheduler, StepLayout, header};
+use noria_core::{Config, FinishReason, KeyPolicy, Request, Scheduler, StepLayout, header};
 
 use crate::sizes;
 use crate::workload::{Ids, Meter, PROMPT_TOKENS, SteadyDecode, Verb};
@@ -62,7 +62,7 @@ pub(crate) fn scheduler(criterion: &mut Criterion) {
         for &running in sizes(&SIZES) {
             group.throughput(Throughput::Elements(running.into()));
             group.bench_function(BenchmarkId::from_parameter(running), |bencher| {
-                let mut steady = SteadyDecode::new(running);
+                let mut steady = SteadyDecode::new(running, 1, KeyPolicy::Fcfs);
                 bencher.iter_custom(|num_turns| {
                     let elapsed = Duration::ZERO;
                     let mut clock = Clock { verb, elapsed };
@@ -163,7 +163,7 @@ pub(crate) fn expand(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("expand");
     for &running in sizes(&SIZES) {
         group.throughput(Throughput::Elements(running.into()));
-        let mut steady = SteadyDecode::new(running);
+        let mut steady = SteadyDecode::new(running, 1, KeyPolicy::Fcfs);
         steady.turn(&mut crate::workload::Unmeasured);
         let layout = *steady.core.layout();
         let (_, buffer) = steady.in_flight.back().expect("a step is in flight");

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use noria_core::{Config, Drafts, Planned, Request, Scheduler, StepId, flags, header};
+use noria_core::{Config, Drafts, KeyPolicy, Planned, Request, Scheduler, StepId, flags, header};
 
 /// Tokens of each prompt; no two prompts share a block.
 pub(crate) const PROMPT_TOKENS: usize = 128;
@@ -62,6 +62,8 @@ impl Ids {
 pub(crate) struct SteadyDecode {
     pub(crate) core: Scheduler,
     num_wanted: u32,
+    num_submitted: u64,
+    num_tenants: u64,
     ids: Ids,
     /// Steps planned and their buffers, oldest first.
     pub(crate) in_flight: VecDeque<(StepId, Vec<i32>)>,
@@ -72,7 +74,7 @@ pub(crate) struct SteadyDecode {
 
 impl SteadyDecode {
     /// A core with `running` sequences, warm.
-    pub(crate) fn new(running: u32) -> Self {
+    pub(crate) fn new(running: u32, num_tenants: u64, key: KeyPolicy) -> Self {
         let longest = PROMPT_TOKENS as u32 + OUTPUT_TOKENS;
         let core = Scheduler::new(Config {
             // Every table fits at its longest, so nobody is preempted; the rest fills with cached blocks, so that
@@ -84,6 +86,7 @@ impl SteadyDecode {
             max_num_batched_tokens: running + PROMPT_TOKENS as u32 * (running / 50).max(4),
             vocab_size: VOCAB_SIZE as u32,
             depth: DEPTH,
+            key,
             ..Config::default()
         })
         .expect("the configuration is valid");
@@ -91,6 +94,8 @@ impl SteadyDecode {
         let mut steady = Self {
             core,
             num_wanted: 0,
+            num_submitted: 0,
+            num_tenants,
             ids: Ids::new(running.into()),
             in_flight: VecDeque::new(),
             spare,
@@ -149,8 +154,10 @@ impl SteadyDecode {
         let prompt: [i32; PROMPT_TOKENS] = std::array::from_fn(|_| self.ids.draw());
         let request = Request {
             stop_token_ids: &[STOP_ID],
+            tenant: self.num_submitted % self.num_tenants,
             ..Request::new(&prompt, OUTPUT_TOKENS.into())
         };
+        self.num_submitted += 1;
         let core = &mut self.core;
         meter
             .measure(Verb::Submit, || core.submit(0, &request))

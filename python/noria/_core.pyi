@@ -154,6 +154,10 @@ class Core:
         scheduling_policy: str = "fcfs",
         admission: str = "peak",
         peak_percent: int = 100,
+        share: str = "decode-first",
+        step_target_us: int = 0,
+        max_adapters: int = 0,
+        max_prefix_waits: int = 4,
         max_queued: int = 1048576,
         max_queued_tokens: int = 1099511627776,
         ageing_steps: int = 1024,
@@ -191,6 +195,8 @@ class Core:
         itl_target_us: int = 100000,
         stop_token_ids: npt.NDArray[np.int32] | None = None,
         cache_salt: bytes | None = None,
+        adapter: int = 0,
+        expires_us: int | None = None,
         parked: bool = False,
         host_masked: bool = False,
         reads_prefix_cache: bool = True,
@@ -201,7 +207,9 @@ class Core:
         and admission, and nothing else. The targets are what `deadline` goes by.
 
         `max_tokens` is cut to what `max_model_len` leaves after the prompt. `cache_salt`: at most 16
-        bytes (hash a longer one); requests with different salts never share KV.
+        bytes (hash a longer one); requests with different salts never share KV. `adapter`: an unsigned 64-bit
+        number, 0 for none; at most `max_adapters` of them run at once, and KV is shared only within one.
+        `expires_us`: the first plan at that time or later ends it as `EXPIRED`.
 
         Raises:
             noria.errors.EmptyPromptError, TokenOutOfRangeError, PromptTooLongError, MaxTokensError,
@@ -243,6 +251,22 @@ class Core:
     def finish(self, handle: int, num_output_tokens: int, reason: int, now_us: int) -> bool:
         """Ends a request from outside; False if it had ended already. Its FINISHED event comes with
         the next `plan` or `commit`."""
+    @property
+    def num_changed(self) -> int:
+        """Rows that `take_changed` would give, and requests that have left the line since."""
+    def take_changed(self) -> npt.NDArray[np.int64]:
+        """`[n, len(FACT_FIELDS)]`: under the policy `own`, requests that have got in line since the last call
+        and wait still. Each is to be given a score before the next plan."""
+    def set_scores(
+        self, handles: npt.NDArray[np.int64], scores: npt.NDArray[np.int64], now_us: int
+    ) -> None:
+        """Under the policy `own`: each request's place in its band, lower first. Who does not wait is ignored."""
+    @property
+    def next_expiry_us(self) -> int | None:
+        """When the next request expires."""
+    @property
+    def step_cost_ns(self) -> tuple[int, int, int]:
+        """What a step takes, as fitted for `step_target_us`: whatever its size, a token, 1,024 attended keys."""
     def unpark(self, handle: int, now_us: int) -> bool: ...
     def expire(self, handle: int, now_us: int) -> bool: ...
     def reset_prefix_cache(self, now_us: int) -> int:
@@ -298,6 +322,7 @@ class Core:
         """Recounts every invariant from scratch. Raises AssertionError on the first broken one."""
 
 RECORD_FIELDS: Final[tuple[str, ...]]
+FACT_FIELDS: Final[tuple[str, ...]]
 
 def replay(recording: bytes) -> list[int]:
     """Runs a recording in a fresh core; a 64-bit digest of each planned buffer, in order."""

@@ -128,7 +128,12 @@ class Assembly:
         )
         executor = TorchExecutor(self.model, kv, core.layout)
         return start_engine(
-            core, executor, depth=self.config.depth, mask_provider=self.watch.masks, kv_memory=kv
+            core,
+            executor,
+            depth=self.config.depth,
+            mask_provider=self.watch.masks,
+            kv_memory=kv,
+            policy=self.config.policy,
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from noria._core import Core
 from noria.errors import ConfigError
+from noria.policy import PolicyFunction
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "deadline", "fair", "prefix")
+SHARES = ("decode-first", "prefill-first")
 ADMISSIONS = ("peak", "reserve", "optimistic")
 BACKENDS = ("auto", "torch", "cpu")
 QUANTIZATIONS = (None, "int8")
 BATCHINGS = ("continuous", "padded", "gang")
+_MAX_STEP_MS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,21 @@ class EngineConfig:
             `sjf`: the shortest remaining output, hinted or learned; `deadline`: the earliest due token;
             `fair`: the tenant that was served least; `prefix`: the most tokens in the prefix cache. All
             but `fcfs` put `priority` before their own order.
+        policy: a policy of your own instead of those: a function from `WaitingRequests` to an integer for each,
+            lower first, behind `priority`. It is asked about a request when that gets in line; if it raises,
+            those requests end with an error. `EngineStats.policy_us` says what it cost.
         admission: when a request may enter a continuous batch. `peak`: when the peak that KV use will
             reach, by predicted lengths, fits; `reserve`: when all that it may ever need fits, so that
             growth preempts nobody; `optimistic`: when its prompt fits.
         peak_percent: how high that peak may be, in hundredths of the KV cache; above 100, some tokens are
             computed twice for fewer steps in all.
+        share: who gets a step's tokens first: `decode-first`, or `prefill-first`: prompts, while what decodes
+            pauses for at most eight steps in a row.
+        step_target_ms: how long a step should take at most, as learned from the steps before: prompts are cut
+            to it; 0: no such target.
+        max_adapters: distinct adapters among requests that run at once; 0: no limit.
+        max_prefix_waits: under `prefix`, how many steps a request lets pass while another computes its next
+            block.
         max_queued_requests: requests that may wait; more are refused.
         max_queued_tokens: prompt tokens that may wait.
         ageing_steps: steps after which a waiting request goes to the front, past all bands; 0: never.
@@ -81,8 +94,13 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    policy: PolicyFunction | None = None
     admission: str = "peak"
     peak_percent: int = 100
+    share: str = "decode-first"
+    step_target_ms: float = 0.0
+    max_adapters: int = 0
+    max_prefix_waits: int = 4
     max_queued_requests: int = 2**20
     max_queued_tokens: int = 2**40
     ageing_steps: int = 1024
@@ -109,6 +127,18 @@ class EngineConfig:
             )
         _require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _require_choice("admission", self.admission, ADMISSIONS)
+        if self.policy is not None:
+            self._check_policy()
+        _require_choice("share", self.share, SHARES)
+        is_number = isinstance(self.step_target_ms, int | float) and not isinstance(self.step_target_ms, bool)
+        if not is_number or not 0 <= self.step_target_ms <= _MAX_STEP_MS:
+            raise ConfigError(
+                f"step_target_ms is {self.step_target_ms!r}; it must be a number from 0 to {_MAX_STEP_MS}",
+                name="step_target_ms",
+                value=self.step_target_ms,
+            )
+        _require_int("max_adapters", self.max_adapters, 0, 2**32 - 1)
+        _require_int("max_prefix_waits", self.max_prefix_waits, 0, 2**32 - 1)
         _require_choice("batching", self.batching, BATCHINGS)
         _require_int("peak_percent", self.peak_percent, 100, 1000)
         _require_int("max_queued_requests", self.max_queued_requests, 1, 2**30)
@@ -160,6 +190,20 @@ class EngineConfig:
                 value=self.watermark,
             )
         _require_int("seed", self.seed, 0, 2**63 - 1)
+
+    def _check_policy(self) -> None:
+        if not callable(self.policy):
+            raise ConfigError(
+                f"policy is {self.policy!r}; it must be a function from WaitingRequests to an integer for each",
+                name="policy",
+                value=self.policy,
+            )
+        if self.scheduling_policy != "fcfs":
+            raise ConfigError(
+                f"policy is {self.policy!r} and scheduling_policy is {self.scheduling_policy!r}; give one of them",
+                name="policy",
+                value=self.policy,
+            )
 
     def resolve(
         self, model: "ModelConfig", dtype: "torch.dtype", memory_budget: int | None = None
@@ -293,9 +337,13 @@ class ResolvedConfig:
             long_prefill_token_threshold=engine.long_prefill_token_threshold,
             enable_prefix_caching=engine.enable_prefix_caching,
             watermark_blocks=self.watermark_blocks,
-            scheduling_policy=engine.scheduling_policy,
+            scheduling_policy="own" if engine.policy is not None else engine.scheduling_policy,
             admission=engine.admission if engine.batching == "continuous" else engine.batching,
             peak_percent=engine.peak_percent,
+            share=engine.share,
+            step_target_us=round(engine.step_target_ms * 1000),
+            max_adapters=engine.max_adapters,
+            max_prefix_waits=engine.max_prefix_waits,
             max_queued=engine.max_queued_requests,
             max_queued_tokens=engine.max_queued_tokens,
             ageing_steps=engine.ageing_steps,

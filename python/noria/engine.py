@@ -19,6 +19,7 @@ from noria.errors import ConfigError, NoriaError, RejectedError, TokenOutOfRange
 from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_stats import KvEvents, KvStats
 from noria.outputs import Events
+from noria.policy import PolicyFailedError, PolicyFunction, PolicyKeeper
 from noria.runner.base import (
     DraftProvider,
     Executor,
@@ -84,6 +85,8 @@ class Engine:
             error.
         draft_provider: asked before each plan, if the core was built with `max_drafts`.
         kv_memory: what `resize_kv_cache` resizes beside the core's pool; None: there is none.
+        policy: scores requests, if the core was built with the policy `own`; if it raises, the requests
+            that it was asked about end with an error.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Engine:
         mask_provider: MaskProvider | None = None,
         draft_provider: DraftProvider | None = None,
         kv_memory: KvMemory | None = None,
+        policy: PolicyFunction | None = None,
     ) -> None:
         self._process_id = os.getpid()
         self._core = core
@@ -104,6 +108,7 @@ class Engine:
         self._mask_provider = mask_provider
         self._draft_provider = draft_provider
         self._kv_memory = kv_memory
+        self._policy = None if policy is None else PolicyKeeper(core, policy)
         self._is_kv_memory_due = False  # the pool has another size than the memory
         self._next_buffer = 0
         self._in_flight: deque[_InFlight] = deque()
@@ -149,6 +154,12 @@ class Engine:
     def seat_handles(self) -> npt.NDArray[np.int64]:
         """`[max_num_seqs]`: who holds each seat, a copy; −1 for nobody."""
         return self._seat_handles.copy()
+
+    @property
+    def seconds_to_expiry(self) -> float | None:
+        """Until the next request expires, 0 if it is due; `turn` ends it, also where there is no other work."""
+        expiry_us = self._core.next_expiry_us
+        return None if expiry_us is None else max(0, expiry_us - _now_us()) / 1e6
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -225,6 +236,8 @@ class Engine:
             expected_tokens=hints.expected_tokens,
             ttft_target_us=hints.ttft_target_us,
             itl_target_us=hints.itl_target_us,
+            adapter=hints.adapter_id,
+            expires_us=_expiry_us(hints, now_us),
             stop_token_ids=_token_array(stop_token_ids) if len(stop_token_ids) else None,
             cache_salt=cache_salt,
             parked=parked,
@@ -385,6 +398,7 @@ class Engine:
 
     def _plan_ahead(self) -> None:
         while len(self._in_flight) < self._depth and self._held is None and not self._resize_kv_memory():
+            self._ask_policy()
             now_us = _now_us()
             view = self._ring[self._next_buffer]
             drafts = None if self._draft_provider is None else self._draft_provider()
@@ -399,6 +413,17 @@ class Engine:
             if plan.kind != plan.STEP:
                 return
             self._supply_masks()
+
+    def _ask_policy(self) -> None:
+        """Has those scored that have got in line."""
+        if self._policy is None:
+            return
+        try:
+            self._policy.score_changed(_now_us())
+        except PolicyFailedError as error:
+            for handle in error.handles.tolist():
+                self.finish(handle, _ALL_TOKENS, _core.ERROR, str(error))
+        self._stats.policy_cost = self._policy.cost
 
     def _launch(self, step: int, view: StepView, now_us: int) -> None:
         self._seat_handles[view.lost] = _NOBODY
@@ -546,6 +571,7 @@ def start_engine(
     mask_provider: MaskProvider | None = None,
     draft_provider: DraftProvider | None = None,
     kv_memory: KvMemory | None = None,
+    policy: PolicyFunction | None = None,
 ) -> Engine:
     """An engine over a thread of its own.
 
@@ -556,12 +582,26 @@ def start_engine(
         mask_provider: see `Engine`.
         draft_provider: see `Engine`.
         kv_memory: see `Engine`.
+        policy: see `Engine`.
     """
     ring = tuple(StepView(core.layout) for _ in range(depth + 1))
     runner = ThreadRunner(executor, ring)
     return Engine(
-        core, runner, ring, mask_provider=mask_provider, draft_provider=draft_provider, kv_memory=kv_memory
+        core,
+        runner,
+        ring,
+        mask_provider=mask_provider,
+        draft_provider=draft_provider,
+        kv_memory=kv_memory,
+        policy=policy,
     )
+
+
+def _expiry_us(hints: SchedulingHints, now_us: int) -> int | None:
+    """When a request expires, on the core's clock."""
+    if hints.expires_at is None:
+        return None
+    return max(0, now_us + round((hints.expires_at - time.time()) * 1e6))
 
 
 def _token_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:

@@ -8,6 +8,7 @@ from noria.errors import RejectedError
 
 _MAX_TOKENS = 2**32 - 1
 _MAX_MS = 2**40
+_MAX_S = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,9 @@ class SchedulingHints:
             time, never tokens.
         ttft_target_ms: under `deadline`, when its first token is due after its submit.
         itl_target_ms: under `deadline`, how long after one token the next is due.
+        adapter: what it runs with beside the model, by name; `EngineConfig.max_adapters` bounds how many
+            distinct ones run at once, and KV is shared only within one.
+        expires_at: when it ends, `expired`, with what it has by then: seconds since 1970, as `time.time` gives.
 
     Raises:
         RejectedError: a value is of the wrong type or out of its range.
@@ -29,10 +33,14 @@ class SchedulingHints:
     expected_tokens: int | None = None
     ttft_target_ms: float = 1000.0
     itl_target_ms: float = 100.0
+    adapter: str = ""
+    expires_at: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tenant, str):
-            raise RejectedError(f"tenant is {self.tenant!r}; it must be a text", value=self.tenant)
+        for name in ("tenant", "adapter"):
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise RejectedError(f"{name} is {text!r}; it must be a text", value=text)
         expected = self.expected_tokens
         if expected is not None and (
             isinstance(expected, bool) or not isinstance(expected, int) or not 1 <= expected <= _MAX_TOKENS
@@ -42,23 +50,20 @@ class SchedulingHints:
                 value=expected,
                 limit=_MAX_TOKENS,
             )
-        for name in ("ttft_target_ms", "itl_target_ms"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 <= value <= _MAX_MS:
-                raise RejectedError(
-                    f"{name} is {value!r}; it must be a number from 0 to {_MAX_MS}",
-                    value=value,
-                    limit=_MAX_MS,
-                )
+        _require_number("ttft_target_ms", self.ttft_target_ms, _MAX_MS)
+        _require_number("itl_target_ms", self.itl_target_ms, _MAX_MS)
+        if self.expires_at is not None:
+            _require_number("expires_at", self.expires_at, _MAX_S)
 
     @property
     def tenant_id(self) -> int:
         """The tenant as the core knows it: 64 bits of a hash of its name; 0 for no name."""
-        if not self.tenant:
-            return 0
-        digest = hashlib.blake2b(self.tenant.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+        return _id_of(self.tenant)
+
+    @property
+    def adapter_id(self) -> int:
+        """The adapter as the core knows it, likewise."""
+        return _id_of(self.adapter)
 
     @property
     def ttft_target_us(self) -> int:
@@ -69,6 +74,18 @@ class SchedulingHints:
     def itl_target_us(self) -> int:
         """`itl_target_ms` in the core's unit."""
         return round(self.itl_target_ms * 1000)
+
+
+def _id_of(name: str) -> int:
+    if not name:
+        return 0
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _require_number(name: str, value: object, most: int) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most:  # type: ignore[operator]  # it is a number by then
+        raise RejectedError(f"{name} is {value!r}; it must be a number from 0 to {most}", value=value, limit=most)
 
 
 NO_HINTS = SchedulingHints()

@@ -21,6 +21,7 @@ from noria.interrupts import HeldInterrupts
 from noria.kv_stats import KvStats
 from noria.models import Model
 from noria.outputs import EventCollector, Events, RequestOutput
+from noria.policy import PolicyFunction
 from noria.progress import ProgressBar
 from noria.prompts import (
     Prompt,
@@ -84,8 +85,13 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
+        policy: PolicyFunction | None = None,
         admission: str = "peak",
         peak_percent: int = 100,
+        share: str = "decode-first",
+        step_target_ms: float = 0.0,
+        max_adapters: int = 0,
+        max_prefix_waits: int = 4,
         max_queued_requests: int = 2**20,
         max_queued_tokens: int = 2**40,
         ageing_steps: int = 1024,
@@ -115,8 +121,13 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
+            policy=policy,
             admission=admission,
             peak_percent=peak_percent,
+            share=share,
+            step_target_ms=step_target_ms,
+            max_adapters=max_adapters,
+            max_prefix_waits=max_prefix_waits,
             max_queued_requests=max_queued_requests,
             max_queued_tokens=max_queued_tokens,
             ageing_steps=ageing_steps,

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noria._core import RECORD_FIELDS, Core
+from noria.policy import PolicyCost
 from noria.runner.base import StepResult
 
 _COLUMN = {name: index for index, name in enumerate(RECORD_FIELDS)}
@@ -43,6 +44,8 @@ class EngineStats:
         device_us: the device's time in forward and sample.
         plan_us: the engine thread's time in plans and launches.
         commit_us: the engine thread's time in commits.
+        policy_us: the engine thread's time in asking a policy of the user's own.
+        num_policy_requests: requests that it was asked about, each as often as it got in line.
         text_us: time in tokenizing and detokenizing.
         expand_us: the runner's time expanding buffers.
         forward_us: the runner's time in forwards; on a GPU, in launching them.
@@ -77,6 +80,8 @@ class EngineStats:
     device_us: int = 0
     plan_us: int = 0
     commit_us: int = 0
+    policy_us: int = 0
+    num_policy_requests: int = 0
     text_us: int = 0
     expand_us: int = 0
     forward_us: int = 0
@@ -135,6 +140,7 @@ class StatsKeeper:
         self._num_unfolded = 0
         self.plan_us = 0
         self.commit_us = 0
+        self.policy_cost = PolicyCost()
         self.text_us = 0
         self._num_padding_rows = 0
         self._expand_us = 0
@@ -204,6 +210,8 @@ class StatsKeeper:
             device_us=total["device_us"],
             plan_us=self.plan_us,
             commit_us=self.commit_us,
+            policy_us=round(self.policy_cost.time_us),
+            num_policy_requests=self.policy_cost.num_requests,
             text_us=self.text_us,
             expand_us=self._expand_us,
             forward_us=self._forward_us,

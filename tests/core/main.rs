@@ -7,6 +7,7 @@ mod compaction;
 mod enumerated;
 mod naive;
 mod naive_plans;
+mod policies;
 mod prefix_cache;
 mod random_traffic;
 mod recordings;

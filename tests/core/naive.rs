@@ -3,15 +3,15 @@
 
 use std::collections::BTreeMap;
 
-use noria_core::{Config, FinishReason};
+use noria_core::{Config, FinishReason, KeyPolicy, MAX_PAUSED_STEPS, Share};
 
 use crate::support::Ask;
 
 /// `(band, score, arrival)`.
 pub(crate) type Key = (i64, u64, u64);
 
-/// What a block holds: its salt, and all tokens up to its end.
-type Content = (u128, Vec<i32>);
+/// What a block holds: its salt and adapter, and all tokens up to its end.
+type Content = ((u128, u64), Vec<i32>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
@@ -50,7 +50,11 @@ struct Sequence {
     promotion: Option<u64>,
     aged_until: Option<u32>,
     num_final_blocks: u32,
-    num_found: u32,
+    num_shared: u32,
+    /// Leading blocks that others hold, and that can be found, as last seen.
+    num_held: u32,
+    num_findable: u32,
+    num_prefix_waits: u32,
     was_admitted: bool,
     state: State,
     ask: Ask,
@@ -105,6 +109,10 @@ struct Plan {
     ranking: Option<Vec<u64>>,
     members: Option<Vec<line::Member>>,
     blocked: Vec<u64>,
+    /// Those that wait for a block that another computes.
+    num_let_wait: usize,
+    /// Decodes that got a row, those that lost it since included.
+    num_given: u32,
 }
 
 #[derive(Debug)]
@@ -126,6 +134,9 @@ pub(crate) struct Naive {
     num_promotions: u64,
     next_entry: u64,
     refreshed: Option<Key>,
+    /// Those whose score is asked for before the next plan.
+    changed: Vec<u64>,
+    num_paused: u32,
     plan: Plan,
 }
 
@@ -153,6 +164,8 @@ impl Naive {
             num_promotions: 0,
             next_entry: 0,
             refreshed: None,
+            changed: Vec::new(),
+            num_paused: 0,
             plan: Plan::default(),
         }
     }
@@ -171,7 +184,10 @@ impl Naive {
             promotion: None,
             aged_until: None,
             num_final_blocks: 0,
-            num_found: 0,
+            num_shared: 0,
+            num_held: 0,
+            num_findable: 0,
+            num_prefix_waits: 0,
             was_admitted: false,
             state: if ask.parked {
                 State::Parked
@@ -284,7 +300,7 @@ impl Naive {
         (sequence.planned, sequence.computed, sequence.offered) = (0, 0, 0);
         sequence.has_sampled = false;
         sequence.residency += 1;
-        sequence.num_found = 0;
+        sequence.num_shared = 0;
         sequence.num_preemptions += 1;
         sequence.num_recent_preemptions += 1;
         let is_worn = self.config.max_preemptions > 0
@@ -321,7 +337,8 @@ impl Naive {
     fn content(&self, handle: u64, column: u32) -> Content {
         let sequence = self.sequence(handle);
         let end = (column + 1) * self.config.block_size;
-        (sequence.ask.salt, sequence.tokens[..end as usize].to_vec())
+        let domain = (sequence.ask.salt, sequence.ask.adapter);
+        (domain, sequence.tokens[..end as usize].to_vec())
     }
 
     fn find(&self, content: &Content) -> Option<usize> {
@@ -390,20 +407,51 @@ impl Naive {
     }
 
     /// The next step's rows and what else the plan did; no rows where there is no step.
-    pub(crate) fn plan(&mut self) -> (Vec<Row>, Vec<Told>) {
+    pub(crate) fn plan(&mut self, now_us: u64) -> (Vec<Row>, Vec<Told>) {
         self.plan = Plan {
             left: self.config.max_num_batched_tokens,
             ..Plan::default()
         };
+        self.score_changed();
+        self.expire(now_us);
         if self.steps.len() == self.config.depth as usize {
             return (Vec::new(), Vec::new());
         }
         self.settle_tier();
         self.refresh();
-        for handle in self.handles(State::Running) {
-            self.plan_decode(handle);
+        let prefills_first =
+            self.config.share == Share::PrefillFirst && self.num_paused < MAX_PAUSED_STEPS;
+        let running = self.handles(State::Running);
+        if prefills_first {
+            self.plan.owing = running.clone();
+            self.plan
+                .owing
+                .retain(|handle| !self.sequences[handle].has_sampled);
+            self.walk();
         }
-        self.walk();
+        let mut has_paused = false;
+        let most = self.plan.left;
+        for handle in running {
+            let has_prefill = self.is_reached(handle) || !self.sequence(handle).has_sampled;
+            if prefills_first && has_prefill {
+                continue;
+            }
+            if self.plan.num_given < most {
+                self.plan_decode(handle);
+            } else {
+                let sequence = self.sequence(handle);
+                has_paused |= sequence.state == State::Running
+                    && sequence.max_output_in_flight() < sequence.max_output;
+            }
+        }
+        self.num_paused = if prefills_first && has_paused {
+            self.num_paused + 1
+        } else {
+            0
+        };
+        if !prefills_first {
+            self.walk();
+        }
         let (mut rows, mut step) = (Vec::new(), Vec::new());
         let mut depart = |sequence: &mut Sequence, row: Row| {
             sequence.in_flight.push((sequence.residency, row.3));
@@ -428,6 +476,37 @@ impl Naive {
         (rows, core::mem::take(&mut self.plan.told))
     }
 
+    /// Ends those whose time has come.
+    fn expire(&mut self, now_us: u64) {
+        let mut due: Vec<(u64, u32, u64)> = self
+            .sequences
+            .iter()
+            .filter_map(|(&handle, sequence)| {
+                let at = sequence.ask.expires_us?;
+                (at <= now_us).then_some((at, handle as u32, handle))
+            })
+            .collect();
+        due.sort_unstable();
+        for (_, _, handle) in due {
+            let num_output = self.sequence(handle).num_output();
+            self.end(handle, FinishReason::Expired, num_output);
+        }
+    }
+
+    /// A policy of one's own says where those stand that have got in line.
+    fn score_changed(&mut self) {
+        for handle in core::mem::take(&mut self.changed) {
+            let is_waiting =
+                |sequence: &Sequence| sequence.state == State::Waiting;
+            if self.config.key == KeyPolicy::Own
+                && self.sequences.get(&handle).is_some_and(is_waiting)
+            {
+                let score = self.own_score(handle);
+                self.sequence_mut(handle).score = score;
+            }
+        }
+    }
+
     fn plan_decode(&mut self, handle: u64) {
         let sequence = self.sequence(handle);
         if sequence.state != State::Running {
@@ -449,6 +528,7 @@ impl Naive {
             self.take_block(handle);
         }
         self.plan.decodes.push(handle);
+        self.plan.num_given += 1;
         self.plan.left -= 1;
     }
 }

@@ -22,7 +22,7 @@ pub(super) struct Member {
     rest: u32,
     num_tokens: u32,
     num_own: u32,
-    num_found: u32,
+    num_shared: u32,
 }
 
 /// Whether a newcomer fits beside all that run.
@@ -134,16 +134,63 @@ impl Naive {
                     + ask.itl_target_us * u64::from(num_output)
             }
             KeyPolicy::Prefix => {
-                let num_tokens = sequence.num_tokens();
-                if !self.config.enable_prefix_caching || !sequence.ask.reads_prefix_cache {
-                    return num_tokens.into();
-                }
-                let last = (num_tokens - 1) / self.config.block_size;
-                let is_found = |&column: &u32| self.find(&self.content(handle, column)).is_some();
-                let num_found = (0..last).take_while(is_found).count() as u32;
-                u64::from(num_tokens - num_found * self.config.block_size)
+                u64::from(sequence.num_tokens() - sequence.num_findable * self.config.block_size)
             }
+            KeyPolicy::Own => sequence.score,
         }
+    }
+
+    /// As its user's policy has it; the same as the world's.
+    pub(super) fn own_score(&mut self, handle: u64) -> u64 {
+        self.look_up(handle);
+        let sequence = self.sequence(handle);
+        let num_output = sequence.num_output();
+        let num_uncached = sequence.num_tokens() - sequence.num_findable * self.config.block_size;
+        let num_remaining = self.predicted(handle, num_output) - num_output;
+        let sum = num_uncached + num_remaining + num_output;
+        let score = i64::from(sum % 5) - 2 - i64::from(sequence.num_preemptions);
+        (score + (1 << 40)) as u64
+    }
+
+    /// Leading blocks that `handle` may find.
+    pub(super) fn last_findable(&self, handle: u64) -> u32 {
+        let sequence = self.sequence(handle);
+        if self.config.enable_prefix_caching && sequence.ask.reads_prefix_cache {
+            (sequence.num_tokens() - 1) / self.config.block_size
+        } else {
+            0
+        }
+    }
+
+    /// How far `is_there` goes, searched for from `num` on, back or forth.
+    fn edge(&self, handle: u64, num: u32, is_there: impl Fn(usize) -> bool) -> u32 {
+        let last = self.last_findable(handle);
+        let has = |column: u32| {
+            let found = self.find(&self.content(handle, column));
+            found.is_some_and(&is_there)
+        };
+        let mut num = num.min(last);
+        while num > 0 && !has(num - 1) {
+            num -= 1;
+        }
+        while num < last && has(num) {
+            num += 1;
+        }
+        num
+    }
+
+    /// Notes how much of `handle` can be found.
+    pub(super) fn look_up(&mut self, handle: u64) {
+        let num = self.edge(handle, self.sequence(handle).num_findable, |_| true);
+        self.sequence_mut(handle).num_findable = num;
+    }
+
+    /// Leading blocks that others hold.
+    pub(super) fn num_held_by_others(&mut self, handle: u64) -> u32 {
+        let is_held = |at: usize| self.blocks[at].num_holders > 0;
+        let num = self.edge(handle, self.sequence(handle).num_held, is_held);
+        self.sequence_mut(handle).num_held = num;
+        num
     }
 
     pub(super) fn predicted(&self, handle: u64, num_output: u32) -> u32 {
@@ -161,9 +208,16 @@ impl Naive {
     /// A wait begins.
     pub(super) fn join(&mut self, handle: u64) {
         let since = self.next_step;
+        let sequence = self.sequence_mut(handle);
+        (sequence.since, sequence.num_bypasses) = (since, 0);
+        (sequence.num_prefix_waits, sequence.num_held) = (0, 0);
+        sequence.num_findable = 0;
+        self.look_up(handle);
         let score = self.score(handle);
         let sequence = self.sequence_mut(handle);
-        (sequence.since, sequence.score, sequence.num_bypasses) = (since, score, 0);
+        sequence.score = score;
+        self.changed.push(handle);
+        let sequence = self.sequence(handle);
         let tenant = sequence.ask.tenant;
         if self.config.ageing_steps > 0 && self.config.key != KeyPolicy::Fcfs {
             self.waits.push((since, handle));
@@ -217,7 +271,8 @@ impl Naive {
 
     pub(super) fn learn(&mut self, handle: u64, num_output: u32, is_whole: bool) {
         let predicts =
-            self.config.admission == Admission::Peak || self.config.key == KeyPolicy::Sjf;
+            self.config.admission == Admission::Peak
+                || matches!(self.config.key, KeyPolicy::Sjf | KeyPolicy::Own);
         if num_output > 0 && predicts {
             let tenant = self.sequence(handle).ask.tenant;
             self.tenants
@@ -240,6 +295,7 @@ impl Naive {
                 .find(|&&handle| self.refreshed.is_none_or(|after| self.key(handle) > after));
             let handle = *next.unwrap_or(&waiting[0]);
             self.refreshed = Some(self.key(handle));
+            self.look_up(handle);
             let score = self.score(handle);
             self.sequence_mut(handle).score = score;
         }
@@ -280,6 +336,7 @@ impl Naive {
         sequence.promotion = None;
         sequence.aged_until = None;
         sequence.num_recent_preemptions = 0;
+        self.look_up(handle);
         let score = self.score(handle);
         self.sequence_mut(handle).score = score;
         let key = (
@@ -346,7 +403,7 @@ impl Naive {
             .sum()
     }
 
-    fn member(&self, handle: u64, num_output: u32, num_found: u32) -> Member {
+    fn member(&self, handle: u64, num_output: u32, num_shared: u32) -> Member {
         let sequence = self.sequence(handle);
         let num_decoded = u32::from(self.plan.decodes.contains(&handle));
         let num_tokens = (sequence.planned + num_decoded).max(sequence.num_tokens());
@@ -361,13 +418,13 @@ impl Naive {
             },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
-            num_own: num_blocks - num_found,
-            num_found,
+            num_own: num_blocks - num_shared,
+            num_shared,
         }
     }
 
-    pub(super) fn newcomer(&self, handle: u64, num_found: u32) -> Member {
-        self.member(handle, self.sequence(handle).num_output(), num_found)
+    pub(super) fn newcomer(&self, handle: u64, num_shared: u32) -> Member {
+        self.member(handle, self.sequence(handle).num_output(), num_shared)
     }
 
     /// All that run, as they were when it was first asked in this plan, with those that came since and without those
@@ -379,7 +436,7 @@ impl Naive {
                 let sequence = self.sequence(handle);
                 let num_decoded = u32::from(self.plan.decodes.contains(&handle));
                 let num_output = sequence.max_output_in_flight() + num_decoded;
-                self.member(handle, num_output, sequence.num_found)
+                self.member(handle, num_output, sequence.num_shared)
             });
             self.plan.members = Some(members.collect());
         }
@@ -398,9 +455,9 @@ impl Naive {
                     self.blocks_for(member.num_tokens + time) - self.blocks_for(member.num_tokens)
                 })
                 .sum();
-            let num_found: u32 = present.iter().map(|member| member.num_found).sum();
+            let num_shared: u32 = present.iter().map(|member| member.num_shared).sum();
             let num_gone: u32 = gone.iter().map(|member| member.num_own).sum();
-            (num_held + grown).saturating_sub(num_gone.saturating_sub(num_found))
+            (num_held + grown).saturating_sub(num_gone.saturating_sub(num_shared))
         };
         (0..=longest).map(at).max().unwrap_or(num_held)
     }
@@ -409,7 +466,7 @@ impl Naive {
     pub(super) fn outlook(
         &mut self,
         handle: u64,
-        hits: u32,
+        num_shared: u32,
         num_new: u32,
         debt: u32,
         num_available: u32,
@@ -417,7 +474,7 @@ impl Naive {
         if self.config.admission != Admission::Peak || self.handles(State::Running).is_empty() {
             return Outlook::Fits;
         }
-        let fits_at_most = self.outstanding() + self.limit_blocks(handle) - hits <= num_available;
+        let fits_at_most = self.outstanding() + self.limit_blocks(handle) - num_shared <= num_available;
         let spacing = self.spacing(handle);
         let is_early = self.next_step * 64 < self.next_entry;
         if fits_at_most && (!is_early || spacing.is_none()) {
@@ -428,7 +485,7 @@ impl Naive {
             .iter()
             .map(|member| self.blocks_for(member.num_tokens + member.rest))
             .sum();
-        members.push(self.newcomer(handle, hits));
+        members.push(self.newcomer(handle, num_shared));
         let num_blocks = self.config.num_blocks;
         let peak = self.peak(&members, num_blocks - num_available + debt + num_new);
         if peak > self.highest_peak(handle) {

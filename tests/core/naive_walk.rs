@@ -12,7 +12,20 @@ use super::{Key, Naive, Sequence, State, Told};
 enum Entry {
     Taken,
     Blocked,
+    Passed,
     Closed,
+}
+
+/// What an admission needs, and what there is.
+#[derive(Clone, Copy, Debug)]
+struct Need {
+    num_new: u32,
+    num_shared: u32,
+    debt: u32,
+    num_available: u32,
+    has_seat: bool,
+    has_adapter: bool,
+    num_running: usize,
 }
 
 impl Naive {
@@ -24,7 +37,7 @@ impl Naive {
             .count() as u32
     }
 
-    fn is_reached(&self, handle: u64) -> bool {
+    pub(super) fn is_reached(&self, handle: u64) -> bool {
         self.plan.prefills.iter().any(|row| row.0 == handle)
     }
 
@@ -224,6 +237,7 @@ impl Naive {
             return false;
         }
         let end = (start + num).min(most_blocks * block_size);
+        let num_shared = self.num_shared(hits);
         for &at in hits {
             self.cached.retain(|&cached| cached != at);
             self.blocks[at].num_holders += 1;
@@ -234,7 +248,7 @@ impl Naive {
         }
         let sequence = self.sequence_mut(handle);
         if !hits.is_empty() {
-            sequence.num_found += hits.len() as u32;
+            sequence.num_shared += num_shared;
             sequence.offered = start / block_size;
             sequence.computed += hits.len() as u32 * block_size;
         }
@@ -278,6 +292,7 @@ impl Naive {
         }
         match self.admit(handle, num_behind) {
             Entry::Closed => return false,
+            Entry::Passed => return true,
             Entry::Blocked => self.plan.blocked.push(handle),
             Entry::Taken => {
                 for blocked in self.plan.blocked.clone() {
@@ -301,16 +316,43 @@ impl Naive {
         if !self.sequence(handle).in_flight.is_empty() || self.plan.gone.contains(&handle) {
             return Entry::Closed;
         }
+        let need = self.need(handle);
+        let in_vain = if need.has_seat && !self.sequence(handle).was_admitted {
+            Entry::Blocked
+        } else {
+            Entry::Closed
+        };
+        let displaces = match self.look_out(handle, &need) {
+            Outlook::Fits => false,
+            Outlook::Later => return Entry::Closed,
+            Outlook::Exceeds => {
+                let band = self.band(handle);
+                let is_worse =
+                    |&other: &u64| self.key(other).0 > band && !self.has_entered_now(other);
+                let may_displace = self.handles(State::Running).iter().any(is_worse);
+                if !may_displace || !self.fits_beside_equals(handle, need.num_shared) {
+                    return in_vain;
+                }
+                true
+            }
+        };
         let hits = self.hits(handle);
+        if self.num_shared(&hits) < need.num_shared {
+            self.sequence_mut(handle).num_held = 0;
+            return Entry::Closed;
+        }
+        if self.may_wait_for_block(handle, hits.len() as u32) {
+            return Entry::Passed;
+        }
         let max_tokens = self.share(num_behind as u32 + self.num_newcomers().saturating_sub(1));
         let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
         if num == 0 {
             return Entry::Closed;
         }
-        if let Err(entry) = self.clear_the_way(handle, &hits) {
-            return entry;
+        if displaces && !self.displace(handle, &hits, need) {
+            return in_vain;
         }
-        self.note_entry(handle, hits.len() as u32);
+        self.note_entry(handle, self.num_shared(&hits));
         self.leave(handle);
         let key = self.key(handle);
         let num_hit_tokens = hits.len() as u32 * self.config.block_size;
@@ -326,82 +368,162 @@ impl Naive {
         Entry::Taken
     }
 
-    /// Makes seat and blocks available for a newcomer, at the cost of worse bands; all or nothing.
-    fn clear_the_way(&mut self, handle: u64, hits: &[usize]) -> Result<(), Entry> {
+    fn num_shared(&self, hits: &[usize]) -> u32 {
+        hits.len() as u32 - self.num_unheld(hits)
+    }
+
+    /// Whether a prefill of this plan goes on with the very block that `handle` would begin with.
+    fn may_wait_for_block(&mut self, handle: u64, column: u32) -> bool {
+        let sequence = self.sequence(handle);
+        let block_size = self.config.block_size;
+        let may_wait = self.config.key == KeyPolicy::Prefix
+            && sequence.num_prefix_waits < self.config.max_prefix_waits
+            && sequence.promotion.is_none()
+            && self.plan.num_let_wait < 8
+            && column < self.last_findable(handle);
+        let goes_on_with_it = |&(other, ..): &(u64, u32, u32)| {
+            let prefill = self.sequence(other);
+            !prefill.has_sampled
+                && prefill.planned / block_size == column
+                && (column + 1) * block_size <= prefill.num_tokens()
+                && self.content(other, column) == self.content(handle, column)
+        };
+        let waits = may_wait && self.plan.prefills.iter().any(goes_on_with_it);
+        if waits {
+            self.sequence_mut(handle).num_prefix_waits += 1;
+            self.plan.num_let_wait += 1;
+        }
+        waits
+    }
+
+    fn need(&mut self, handle: u64) -> Need {
+        let num_shared = self.num_held_by_others(handle);
         let is_reserved = self.config.admission == Admission::Reserve;
         let num_wanted = if is_reserved {
             self.limit_blocks(handle)
         } else {
             self.blocks_for(self.sequence(handle).num_tokens())
         };
-        let num_hits = hits.len() as u32;
-        let num_new = num_wanted - num_hits;
-        let mut num_available = self.available() - self.num_unheld(hits);
-        let mut debt = if is_reserved {
-            self.outstanding()
-        } else {
-            self.debt()
-        };
-        let was_seat_free = self.num_free_seats() > 0;
-        let mut has_seat = was_seat_free;
-        let mut num_running = self.handles(State::Running).len();
-        let watermark = |num_running: usize| {
-            if num_running == 0 || is_reserved {
-                0
+        Need {
+            num_new: num_wanted - num_shared,
+            num_shared,
+            debt: if is_reserved {
+                self.outstanding()
             } else {
-                self.config.watermark_blocks
-            }
+                self.debt()
+            },
+            num_available: self.available(),
+            has_seat: self.num_free_seats() > 0,
+            has_adapter: self.has_adapter_room(handle, &[]),
+            num_running: self.handles(State::Running).len(),
+        }
+    }
+
+    fn is_met(&self, need: &Need) -> bool {
+        let is_reserved = self.config.admission == Admission::Reserve;
+        let watermark = if need.num_running == 0 || is_reserved {
+            0
+        } else {
+            self.config.watermark_blocks
         };
+        let num_wanted = need.num_new + need.debt + watermark;
+        need.has_seat && need.has_adapter && num_wanted <= need.num_available
+    }
+
+    fn look_out(&mut self, handle: u64, need: &Need) -> Outlook {
+        if !self.is_met(need) {
+            return Outlook::Exceeds;
+        }
+        let Need {
+            num_new,
+            num_shared,
+            debt,
+            num_available,
+            ..
+        } = *need;
+        self.outlook(handle, num_shared, num_new, debt, num_available)
+    }
+
+    /// Whether `handle` may run beside all but `leaving`.
+    fn has_adapter_room(&self, handle: u64, leaving: &[u64]) -> bool {
+        let mut running = self.handles(State::Running);
+        running.retain(|other| !leaving.contains(other));
+        let mut adapters: Vec<u64> = running
+            .iter()
+            .map(|&other| self.sequence(other).ask.adapter)
+            .chain([self.sequence(handle).ask.adapter])
+            .filter(|&adapter| adapter != 0)
+            .collect();
+        adapters.sort_unstable();
+        adapters.dedup();
+        let (adapter, max) = (
+            self.sequence(handle).ask.adapter,
+            self.config.max_adapters as usize,
+        );
+        adapter == 0 || max == 0 || adapters.len() <= max
+    }
+
+    /// Makes seat, adapter and blocks available at the cost of worse bands; all or nothing.
+    fn displace(&mut self, handle: u64, hits: &[usize], mut need: Need) -> bool {
         let band = self.band(handle);
-        if has_seat && num_new + debt + watermark(num_running) <= num_available {
-            match self.outlook(handle, num_hits, num_new, debt, num_available) {
-                Outlook::Fits => return Ok(()),
-                Outlook::Later => return Err(Entry::Closed),
-                Outlook::Exceeds => {}
-            }
-        }
-        let stuck = if was_seat_free && !self.sequence(handle).was_admitted {
-            Entry::Blocked
-        } else {
-            Entry::Closed
-        };
-        let is_worse = |&other: &u64| self.key(other).0 > band && !self.has_entered_now(other);
-        if !self.handles(State::Running).iter().any(is_worse)
-            || !self.fits_beside_equals(handle, num_hits)
-        {
-            return Err(stuck);
-        }
-        let mut leaving = Vec::new();
-        loop {
-            let watermark = if num_running == 0 || is_reserved {
-                0
-            } else {
-                self.config.watermark_blocks
+        let ranking = self.ranking();
+        let may_go =
+            |naive: &Self, victim: u64| naive.key(victim).0 > band && naive.may_leave(victim);
+        let mut leaving: Vec<u64> = Vec::new();
+        if !need.has_adapter {
+            let of = |adapter: u64| {
+                let mut all = self.handles(State::Running);
+                all.retain(|&other| self.sequence(other).ask.adapter == adapter);
+                all
             };
-            if has_seat && num_new + debt + watermark <= num_available {
-                break;
-            }
-            let next = self.ranking().into_iter().find(|&victim| {
-                self.key(victim).0 > band && self.may_leave(victim) && !leaving.contains(&victim)
-            });
-            let Some(victim) = next else {
-                return Err(stuck);
+            let adapters = ranking
+                .iter()
+                .map(|&victim| self.sequence(victim).ask.adapter)
+                .filter(|&adapter| adapter != 0)
+                .filter(|&adapter| {
+                    let goes = |other: &u64| ranking.contains(other) && may_go(self, *other);
+                    let all = of(adapter);
+                    !all.is_empty() && all.iter().all(goes)
+                });
+            let Some(emptied) = adapters.min_by_key(|&adapter| (of(adapter).len(), adapter)) else {
+                return false;
             };
-            let sequence = self.sequence(victim);
-            let freed = |&&at: &&usize| self.blocks[at].num_holders == 1 && !hits.contains(&at);
-            num_available += sequence.table.iter().filter(freed).count() as u32;
-            if is_reserved {
-                debt -= self.limit_blocks(victim) - sequence.table.len() as u32;
-            } else if !sequence.has_sampled {
-                debt -= self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+            let all = of(emptied);
+            leaving = ranking.clone();
+            leaving.retain(|victim| all.contains(victim));
+            for &victim in &leaving {
+                self.count_out(&mut need, hits, victim);
             }
-            has_seat = true;
-            num_running -= 1;
+            need.has_adapter = true;
+        }
+        while !self.is_met(&need) {
+            let next = ranking
+                .iter()
+                .find(|&&victim| may_go(self, victim) && !leaving.contains(&victim));
+            let Some(&victim) = next else {
+                return false;
+            };
+            self.count_out(&mut need, hits, victim);
             leaving.push(victim);
         }
-        for victim in leaving {
-            self.preempt(victim);
+        for victim in ranking {
+            if leaving.contains(&victim) {
+                self.preempt(victim);
+            }
         }
-        Ok(())
+        true
+    }
+
+    fn count_out(&self, need: &mut Need, hits: &[usize], victim: u64) {
+        let sequence = self.sequence(victim);
+        let freed = |&&at: &&usize| self.blocks[at].num_holders == 1 && !hits.contains(&at);
+        need.num_available += sequence.table.iter().filter(freed).count() as u32;
+        if self.config.admission == Admission::Reserve {
+            need.debt -= self.limit_blocks(victim) - sequence.table.len() as u32;
+        } else if !sequence.has_sampled {
+            need.debt -= self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+        }
+        need.has_seat = true;
+        need.num_running -= 1;
     }
 }

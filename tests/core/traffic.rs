@@ -1,6 +1,6 @@
 //! Random verbs on tiny pools and alphabets, and how a run of them is made.
 
-use noria_core::{Admission, Config, Drafts, FinishReason, Handle, KeyPolicy, Reject};
+use noria_core::{Admission, Config, Drafts, FinishReason, Handle, KeyPolicy, Reject, Share};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
@@ -45,13 +45,14 @@ pub(crate) enum Verb {
     },
 }
 
-const KEYS: [KeyPolicy; 6] = [
+const KEYS: [KeyPolicy; 7] = [
     KeyPolicy::Fcfs,
     KeyPolicy::Priority,
     KeyPolicy::Sjf,
     KeyPolicy::Deadline,
     KeyPolicy::Fair,
     KeyPolicy::Prefix,
+    KeyPolicy::Own,
 ];
 
 /// Which parts of the core a run exercises.
@@ -75,6 +76,11 @@ prop_compose! {
         key in prop::sample::select(&KEYS[..]),
         admission in prop::sample::select(&[Admission::Peak, Admission::Reserve, Admission::Optimistic][..]),
         peak_percent in prop_oneof![3 => Just(100u32), 1 => 100u32..=300],
+        (share, step_target_us) in (
+            prop::sample::select(&[Share::DecodeFirst, Share::DecodeFirst, Share::PrefillFirst][..]),
+            prop_oneof![3 => Just(0u32), 1 => 1u32..=20],
+        ),
+        (max_adapters, max_prefix_waits) in (0u32..=2, 0u32..=3),
         ageing_steps in prop_oneof![1 => Just(0u32), 2 => 1u32..=12],
         (max_bypasses, max_preemptions) in (0u32..=4, 0u32..=3),
         is_padded in any::<bool>(),
@@ -103,6 +109,10 @@ prop_compose! {
                 (true, true) => Admission::StaticPadded,
             },
             peak_percent,
+            share,
+            step_target_us,
+            max_adapters,
+            max_prefix_waits,
             max_queued,
             max_queued_tokens: 1 << 40,
             ageing_steps,
@@ -130,6 +140,8 @@ prop_compose! {
         (tenant, expected_tokens) in (0u64..=2, prop_oneof![2 => Just(None), 1 => (0u32..=12).prop_map(Some)]),
         (ttft_target_us, itl_target_us) in (0u64..=60, 0u64..=8),
         (stops, salt, flavour) in (0u8..8, 0u128..=1, 0u64..=2),
+        adapter in prop_oneof![2 => Just(0u64), 1 => 0u64..=3],
+        expires_us in prop_oneof![8 => Just(None), 1 => (0u64..300).prop_map(Some)],
         (parked, host_masked, reads_prefix_cache) in
             (prop::bool::weighted(0.1), prop::bool::weighted(0.15), prop::bool::weighted(0.9)),
         breaks_at in prop_oneof![6 => Just(None), 1 => (0u32..20).prop_map(Some)],
@@ -149,6 +161,8 @@ prop_compose! {
             itl_target_us,
             stop_ids: match stops { 0 => vec![1], 1 => vec![2, 0], _ => vec![] },
             salt,
+            adapter,
+            expires_us,
             parked,
             host_masked,
             reads_prefix_cache,

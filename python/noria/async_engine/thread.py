@@ -116,7 +116,11 @@ class EngineThread:
         is_idle = not (self._engine.has_work or (self._is_closing and not self._engine.num_requests))
         # A dead engine has work for ever: its next turn says why it is dead.
         if is_idle and self._engine.is_usable:
-            self._take(self._commands.get())
+            try:
+                # What waits out of line may expire.
+                self._take(self._commands.get(timeout=self._engine.seconds_to_expiry))
+            except queue.Empty:
+                return
         while True:
             try:
                 command = self._commands.get_nowait()

@@ -1,8 +1,8 @@
 //! `Core` and `Plan`.
 
 use noria_core::{
-    Admission, Config, Drafts, Event, FinishReason, Handle, KeyPolicy, Planned, RECORD_FIELDS,
-    Request, Scheduler, StepId,
+    Admission, Config, Drafts, Event, FACT_FIELDS, Facts, FinishReason, Handle, KeyPolicy, Planned,
+    RECORD_FIELDS, Reads, Request, Scheduler, Share, StepId,
 };
 use numpy::{
     PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArrayMethods,
@@ -70,13 +70,19 @@ impl Core {
 
 const EVENT_WORDS: usize = 4;
 
-const KEYS: [(&str, KeyPolicy); 6] = [
+const KEYS: [(&str, KeyPolicy); 7] = [
     ("fcfs", KeyPolicy::Fcfs),
     ("priority", KeyPolicy::Priority),
     ("sjf", KeyPolicy::Sjf),
     ("deadline", KeyPolicy::Deadline),
     ("fair", KeyPolicy::Fair),
     ("prefix", KeyPolicy::Prefix),
+    ("own", KeyPolicy::Own),
+];
+
+const SHARES: [(&str, Share); 2] = [
+    ("decode-first", Share::DecodeFirst),
+    ("prefill-first", Share::PrefillFirst),
 ];
 
 const ADMISSIONS: [(&str, Admission); 5] = [
@@ -107,6 +113,10 @@ impl Core {
         scheduling_policy = "fcfs",
         admission = "peak",
         peak_percent = 100,
+        share = "decode-first",
+        step_target_us = 0,
+        max_adapters = 0,
+        max_prefix_waits = 4,
         max_queued = 1_048_576,
         max_queued_tokens = 1_099_511_627_776,
         ageing_steps = 1024,
@@ -144,6 +154,10 @@ impl Core {
         scheduling_policy: &str,
         admission: &str,
         peak_percent: u32,
+        share: &str,
+        step_target_us: u32,
+        max_adapters: u32,
+        max_prefix_waits: u32,
         max_queued: u32,
         max_queued_tokens: u64,
         ageing_steps: u32,
@@ -161,6 +175,7 @@ impl Core {
     ) -> PyResult<Self> {
         let key = errors::chosen(py, "scheduling_policy", scheduling_policy, &KEYS)?;
         let admission = errors::chosen(py, "admission", admission, &ADMISSIONS)?;
+        let share = errors::chosen(py, "share", share, &SHARES)?;
         let config = Config {
             num_blocks,
             block_size,
@@ -177,6 +192,10 @@ impl Core {
             key,
             admission,
             peak_percent,
+            share,
+            step_target_us,
+            max_adapters,
+            max_prefix_waits,
             max_queued,
             max_queued_tokens,
             ageing_steps,
@@ -227,6 +246,8 @@ impl Core {
         itl_target_us = 100_000,
         stop_token_ids = None,
         cache_salt = None,
+        adapter = 0,
+        expires_us = None,
         parked = false,
         host_masked = false,
         reads_prefix_cache = true,
@@ -249,6 +270,8 @@ impl Core {
         itl_target_us: u64,
         stop_token_ids: Option<PyReadonlyArray1<'_, i32>>,
         cache_salt: Option<&[u8]>,
+        adapter: u64,
+        expires_us: Option<u64>,
         parked: bool,
         host_masked: bool,
         reads_prefix_cache: bool,
@@ -274,6 +297,8 @@ impl Core {
                 .as_ref()
                 .map_or(Ok(&[][..]), |ids| ids.as_slice())?,
             cache_salt: u128::from_le_bytes(salt),
+            adapter,
+            expires_us,
             parked,
             host_masked,
             reads_prefix_cache,
@@ -380,6 +405,53 @@ impl Core {
 
     fn expire(&mut self, handle: u64, now_us: u64) -> bool {
         self.scheduler.expire(Handle::from_bits(handle), now_us)
+    }
+
+    #[getter]
+    fn num_changed(&self) -> usize {
+        self.scheduler.num_changed()
+    }
+
+    fn take_changed<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let reads = Reads {
+            num_remaining: true,
+            num_uncached: true,
+        };
+        let facts = self.scheduler.take_changed(reads);
+        let values: Vec<i64> = facts.iter().flat_map(Facts::values).collect();
+        PyArray1::from_vec(py, values).reshape([facts.len(), FACT_FIELDS.len()])
+    }
+
+    fn set_scores(
+        &mut self,
+        handles: PyReadonlyArray1<'_, i64>,
+        scores: PyReadonlyArray1<'_, i64>,
+        now_us: u64,
+    ) -> PyResult<()> {
+        let (handles, scores) = (handles.as_slice()?, scores.as_slice()?);
+        if handles.len() != scores.len() {
+            return Err(PyValueError::new_err(format!(
+                "There are {} scores, but {} handles.",
+                scores.len(),
+                handles.len()
+            )));
+        }
+        let handles: Vec<Handle> = handles
+            .iter()
+            .map(|&bits| Handle::from_bits(bits as u64))
+            .collect();
+        self.scheduler.set_scores(&handles, scores, now_us);
+        Ok(())
+    }
+
+    #[getter]
+    fn next_expiry_us(&self) -> Option<u64> {
+        self.scheduler.next_expiry_us()
+    }
+
+    #[getter]
+    fn step_cost_ns(&self) -> (u64, u64, u64) {
+        self.scheduler.step_cost_ns().into()
     }
 
     fn reset_prefix_cache(&mut self, now_us: u64) -> u32 {

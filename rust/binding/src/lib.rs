@@ -13,7 +13,8 @@ mod kv;
 mod layout;
 
 use noria_core::{
-    EventKind, FinishReason, KvEventKind, RECORD_FIELDS, flags, header, replay as replay_recording,
+    EventKind, FACT_FIELDS, FinishReason, KvEventKind, RECORD_FIELDS, flags, header,
+    replay as replay_recording,
 };
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -42,6 +43,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu::cpu_isa, module)?)?;
     module.add_function(wrap_pyfunction!(replay, module)?)?;
     module.add("RECORD_FIELDS", PyTuple::new(module.py(), RECORD_FIELDS)?)?;
+    module.add("FACT_FIELDS", PyTuple::new(module.py(), FACT_FIELDS)?)?;
     for (name, kind) in [
         ("ADMITTED", EventKind::Admitted),
         ("TOKEN", EventKind::Token),

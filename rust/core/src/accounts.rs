@@ -19,7 +19,7 @@ const MANY: usize = 1024;
 
 #[derive(Debug)]
 pub(crate) struct Account {
-    tenant: u64,
+    pub(crate) tenant: u64,
     /// Weighted tokens served, and lifts.
     pub(crate) counter: u64,
     /// Requests that have not ended.
@@ -101,6 +101,7 @@ impl Accounts {
     }
 
     /// Adds weighted tokens to what the tenant was served.
+    #[inline]
     pub(crate) fn charge(&mut self, id: AccountId, weighted: u64) {
         self.entries[id.0 as usize].counter += weighted;
         self.note_move(id);
@@ -115,7 +116,8 @@ impl Accounts {
 
     fn note_move(&mut self, id: AccountId) {
         let account = &mut self.entries[id.0 as usize];
-        if !account.has_moved {
+        // One that has no lines needs no new places for them.
+        if account.num_waiting > 0 && !account.has_moved {
             account.has_moved = true;
             self.moved.push(id);
         }

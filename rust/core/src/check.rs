@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use crate::accounts::AccountId;
 use crate::ids::{BlockId, Slot};
 use crate::kv::Kv;
-use crate::policy::Admission;
+use crate::policy::{Admission, KeyPolicy};
 use crate::scheduler::Scheduler;
 use crate::sequence::{PlannedRow, Sequence, State};
 
@@ -98,11 +98,18 @@ impl Scheduler {
         assert_eq!(num_parked, self.num_parked as usize, "parked sequences");
         self.check_sums();
         self.check_tier();
+        self.check_adapters();
+        let deadlines = self.arena.iter().filter(|(_, sequence)| !sequence.is_ghost());
+        let first = deadlines
+            .filter_map(|(_, sequence)| sequence.standing.expires_us)
+            .min();
+        assert_eq!(self.next_expiry_us(), first, "the next to expire");
     }
 
     /// What admission and accounts add up.
     fn check_sums(&self) {
         let (mut num_limits, mut num_demanded, mut num_queued) = (0, 0, 0);
+        let mut band_limits: BTreeMap<i64, u64> = BTreeMap::new();
         let mut open = alloc::vec![(0, 0); self.accounts.len()];
         for (slot, sequence) in self.arena.iter() {
             let standing = &sequence.standing;
@@ -115,6 +122,10 @@ impl Scheduler {
             let is_waiting = sequence.state == State::Waiting;
             if sequence.is_running() {
                 num_limits += u64::from(self.limit_blocks(slot));
+                if self.config.key != KeyPolicy::Fcfs {
+                    let band = band_limits.entry(sequence.key.band).or_default();
+                    *band += u64::from(self.limit_blocks(slot));
+                }
             }
             if is_waiting {
                 num_demanded += u64::from(self.limit_blocks(slot));
@@ -128,6 +139,8 @@ impl Scheduler {
             account.1 += u32::from(is_waiting && self.is_fair());
         }
         assert_eq!(num_limits, self.num_limit_blocks, "limits of those running");
+        let band_limits: Vec<(i64, u64)> = band_limits.into_iter().collect();
+        assert_eq!(band_limits, self.band_limits, "limits by band");
         assert_eq!(
             num_demanded, self.num_demanded_blocks,
             "demand of the queue"
@@ -141,6 +154,18 @@ impl Scheduler {
                 "an account's requests in line"
             );
         }
+    }
+
+    fn check_adapters(&self) {
+        let mut running: BTreeMap<u64, u32> = BTreeMap::new();
+        for (_, sequence) in self.arena.iter() {
+            if sequence.is_running() && sequence.standing.adapter != 0 {
+                *running.entry(sequence.standing.adapter).or_default() += 1;
+            }
+        }
+        assert_eq!(&running, self.adapters.running(), "adapters that run");
+        let max = self.config.max_adapters as usize;
+        assert!(max == 0 || running.len() <= max, "adapters at once");
     }
 
     fn check_tier(&self) {

@@ -1,6 +1,6 @@
 //! The configuration, checked once.
 
-use crate::policy::{Admission, KeyPolicy};
+use crate::policy::{Admission, KeyPolicy, Share};
 
 /// What a [`Scheduler`](crate::Scheduler) is built from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,6 +36,15 @@ pub struct Config {
     /// Under [`Admission::Peak`]: how high the peak may be for a request's first admission, in hundredths of the pool.
     /// More than 100 trades tokens computed again for fewer steps; ends then are not spaced.
     pub peak_percent: u32,
+    /// Who gets a step's tokens first.
+    pub share: Share,
+    /// Microseconds that a step should take at most, as learned from the steps before; prompts are cut to it. 0 for no
+    /// such target.
+    pub step_target_us: u32,
+    /// Distinct adapters among those that run, at most; 0 for no limit.
+    pub max_adapters: u32,
+    /// Under [`KeyPolicy::Prefix`]: plans that a request lets pass, in a wait, while another computes its next block.
+    pub max_prefix_waits: u32,
     /// Requests that may wait.
     pub max_queued: u32,
     /// Tokens of theirs that may wait.
@@ -82,6 +91,10 @@ impl Default for Config {
             key: KeyPolicy::Fcfs,
             admission: Admission::Peak,
             peak_percent: 100,
+            share: Share::DecodeFirst,
+            step_target_us: 0,
+            max_adapters: 0,
+            max_prefix_waits: 4,
             max_queued: 1 << 20,
             max_queued_tokens: 1 << 40,
             ageing_steps: 1024,

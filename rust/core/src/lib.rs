@@ -25,6 +25,7 @@ mod arena;
 mod block_pool;
 mod check;
 mod config;
+mod cost;
 mod event;
 pub mod expand;
 mod ids;
@@ -51,7 +52,9 @@ pub use kv::Kv;
 pub use kv_events::{KvEvent, KvEventKind, KvEvents};
 pub use kv_figures::KvFigures;
 pub use layout::{StepLayout, digest, flags, header};
-pub use policy::{Admission, KeyPolicy};
+pub use policy::{
+    Admission, FACT_FIELDS, Facts, KeyPolicy, MAX_PAUSED_STEPS, Policy, Reads, Share,
+};
 pub use prefix_cache::{BlockHash, ChainHasher, PrefixCache};
 pub use record::{RECORD_FIELDS, StepRecord};
 pub use recording::{ReplayError, replay};

@@ -1,5 +1,9 @@
 //! The five questions' choices. A policy mutates nothing: it maps what is known to a key, a verdict or an order.
 
+use core::fmt::Debug;
+
+use crate::ids::Handle;
+
 /// Who is next: lower first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Key {
@@ -39,6 +43,83 @@ impl Key {
 /// Before every band that a priority gives.
 pub(crate) const AGED_BAND: i64 = i64::MIN;
 
+/// The order in a band, as a pure function of what is known of a request. The built-in ones are [`KeyPolicy`]'s; one's own
+/// is given to [`Scheduler::with_policy`](crate::Scheduler::with_policy).
+pub trait Policy: Debug + Send + Sync {
+    /// Facts that take work to find; the others are always given, these only if asked for.
+    fn reads(&self) -> Reads {
+        Reads {
+            num_remaining: true,
+            num_uncached: true,
+        }
+    }
+
+    /// The place in its band of a request that gets in line: lower goes first, and of equals the first come.
+    fn score(&self, facts: &Facts) -> i64;
+}
+
+/// Which of the facts that take work a policy reads; the others are 0.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Reads {
+    /// [`Facts::num_remaining`].
+    pub num_remaining: bool,
+    /// [`Facts::num_uncached`].
+    pub num_uncached: bool,
+}
+
+macro_rules! facts {
+    ($($(#[$doc:meta])* $field:ident: $kind:ty,)*) => {
+        /// What a policy knows of a request that gets in line.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        pub struct Facts {
+            /// The request.
+            pub handle: Handle,
+            $($(#[$doc])* pub $field: $kind,)*
+        }
+
+        /// The names of a request's facts, in the order of [`Facts::values`].
+        pub const FACT_FIELDS: &[&str] = &["handle", $(stringify!($field)),*];
+
+        impl Facts {
+            /// The facts in order; those above 2^63 as the bits that they are.
+            pub fn values(&self) -> [i64; FACT_FIELDS.len()] {
+                [self.handle.to_bits() as i64, $(i64::try_from(self.$field).unwrap_or(self.$field as i64)),*]
+            }
+        }
+    };
+}
+
+facts! {
+    /// Its band.
+    priority: i32,
+    /// Whose it is.
+    tenant: u64,
+    /// Which adapter it runs with; 0 for none.
+    adapter: u64,
+    /// How many came before it.
+    arrival: u64,
+    /// When it was submitted.
+    submitted_us: u64,
+    /// When its next token is due, by its targets.
+    due_us: u64,
+    /// When it expires; 2^63 - 1 for never.
+    expires_us: u64,
+    /// Tokens of its prompt.
+    num_prompt_tokens: u32,
+    /// Output tokens that it has: more than 0 where it was preempted.
+    num_output_tokens: u32,
+    /// Output tokens, at most.
+    max_output_tokens: u32,
+    /// Output tokens that its sender thinks it will want; 0 for no idea.
+    num_expected_tokens: u32,
+    /// Output tokens to go, as predicted.
+    num_remaining: u32,
+    /// Tokens that the prefix cache does not hold.
+    num_uncached: u32,
+    /// Times that it was preempted.
+    num_preemptions: u32,
+}
+
 /// How keys are made. All but `Fcfs` put bands of `priority` (lower runs first) before their own order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum KeyPolicy {
@@ -54,17 +135,21 @@ pub enum KeyPolicy {
     Fair,
     /// The fewest tokens that are not in the prefix cache first.
     Prefix,
+    /// The lowest score first, as a policy of one's own gives it: a [`Policy`], or the caller by
+    /// [`Scheduler::set_scores`](crate::Scheduler::set_scores).
+    Own,
 }
 
 impl KeyPolicy {
     /// Those that there are, by number.
-    pub(crate) const ALL: [Self; 6] = [
+    pub(crate) const ALL: [Self; 7] = [
         Self::Fcfs,
         Self::Priority,
         Self::Sjf,
         Self::Deadline,
         Self::Fair,
         Self::Prefix,
+        Self::Own,
     ];
 
     pub(crate) fn band(self, priority: i32) -> i64 {
@@ -85,26 +170,46 @@ impl KeyPolicy {
     }
 }
 
-/// What a score is made of.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Facts {
-    /// Output tokens to go, as predicted.
-    pub(crate) num_remaining: u32,
-    /// Tokens that the prefix cache does not hold.
-    pub(crate) num_uncached: u32,
-    /// When the next token is due.
-    pub(crate) due_us: u64,
-}
+/// That of `Fair` is its line's, not the request's; that of `Own` is told.
+impl Policy for KeyPolicy {
+    fn reads(&self) -> Reads {
+        Reads {
+            num_remaining: *self == Self::Sjf,
+            num_uncached: *self == Self::Prefix,
+        }
+    }
 
-/// The policy's own order in a band, lower first; that of `Fair` is its line's, not the request's.
-pub(crate) fn score(policy: KeyPolicy, facts: &Facts) -> u64 {
-    match policy {
-        KeyPolicy::Fcfs | KeyPolicy::Priority | KeyPolicy::Fair => 0,
-        KeyPolicy::Sjf => facts.num_remaining.into(),
-        KeyPolicy::Deadline => facts.due_us,
-        KeyPolicy::Prefix => facts.num_uncached.into(),
+    fn score(&self, facts: &Facts) -> i64 {
+        match self {
+            Self::Fcfs | Self::Priority | Self::Fair | Self::Own => 0,
+            Self::Sjf => facts.num_remaining.into(),
+            Self::Deadline => i64::try_from(facts.due_us).unwrap_or(i64::MAX),
+            Self::Prefix => facts.num_uncached.into(),
+        }
     }
 }
+
+/// A score as a key holds it: in the same order.
+pub(crate) fn rank(score: i64) -> u64 {
+    score as u64 ^ 1 << 63
+}
+
+/// Which of decodes and prefills a step's tokens go to first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Share {
+    /// Every sequence that decodes gets its token, and prefills share what is left.
+    DecodeFirst,
+    /// Prefills take what they can use; decodes that are left over pause, for at most [`MAX_PAUSED_STEPS`] steps in a row.
+    PrefillFirst,
+}
+
+impl Share {
+    /// Those that there are, by number.
+    pub(crate) const ALL: [Self; 2] = [Self::DecodeFirst, Self::PrefillFirst];
+}
+
+/// Under [`Share::PrefillFirst`]: steps in a row that leave out a sequence that could decode.
+pub const MAX_PAUSED_STEPS: u32 = 8;
 
 /// When a waiting request may enter the running set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -35,8 +35,8 @@ impl Turn {
     pub(crate) fn key(&self) -> Key {
         Key {
             band: self.band,
-            // One of them is 0: a line has a place, or its requests have scores.
-            score: self.place + self.score,
+            // One of them says nothing: a line has a place, or its requests have scores.
+            score: self.place.wrapping_add(self.score),
             arrival: self.arrival,
         }
     }

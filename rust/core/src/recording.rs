@@ -9,11 +9,11 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::config::{Config, ConfigError};
 use crate::ids::{Handle, StepId};
 use crate::layout::digest;
-use crate::policy::{Admission, KeyPolicy};
+use crate::policy::{Admission, KeyPolicy, Share};
 use crate::request::{FinishReason, Request};
 use crate::scheduler::{Drafts, Planned, Scheduler};
 
-const MAGIC: [u8; 8] = *b"noria\0r3";
+const MAGIC: [u8; 8] = *b"noria\0r4";
 
 const SUBMIT: u8 = 1;
 const PLAN: u8 = 2;
@@ -22,6 +22,7 @@ const FAIL: u8 = 4;
 const FINISH: u8 = 5;
 const UNPARK: u8 = 6;
 const RESET_PREFIX_CACHE: u8 = 7;
+const SCORES: u8 = 8;
 const RESIZE: u8 = 32;
 
 /// Writes verbs as they come.
@@ -51,6 +52,10 @@ impl Recorder {
             config.key as u32,
             config.admission as u32,
             config.peak_percent,
+            config.share as u32,
+            config.step_target_us,
+            config.max_adapters,
+            config.max_prefix_waits,
             config.max_queued,
             config.ageing_steps,
             config.max_bypasses,
@@ -103,6 +108,8 @@ impl Recorder {
         self.list(request.stop_token_ids);
         self.bytes
             .extend_from_slice(&request.cache_salt.to_le_bytes());
+        self.u64(request.adapter);
+        self.u64(request.expires_us.unwrap_or(u64::MAX));
         self.bytes.extend(
             [
                 request.parked,
@@ -164,6 +171,15 @@ impl Recorder {
 
     pub(crate) fn reset_prefix_cache(&mut self, now_us: u64) {
         self.verb(RESET_PREFIX_CACHE, now_us);
+    }
+
+    pub(crate) fn scores(&mut self, handles: &[Handle], scores: &[i64], now_us: u64) {
+        self.verb(SCORES, now_us);
+        self.u64(handles.len() as u64);
+        for (handle, score) in handles.iter().zip(scores) {
+            self.u64(handle.to_bits());
+            self.u64(*score as u64);
+        }
     }
 
     pub(crate) fn resize(&mut self, num_blocks: u32, now_us: u64) {
@@ -263,6 +279,10 @@ impl<'a> Reader<'a> {
             key: self.choice(&KeyPolicy::ALL)?,
             admission: self.choice(&Admission::ALL)?,
             peak_percent: self.u32()?,
+            share: self.choice(&Share::ALL)?,
+            step_target_us: self.u32()?,
+            max_adapters: self.u32()?,
+            max_prefix_waits: self.u32()?,
             max_queued: self.u32()?,
             ageing_steps: self.u32()?,
             max_bypasses: self.u32()?,
@@ -343,6 +363,8 @@ fn replay_verb(
                 itl_target_us,
                 stop_token_ids: &stop_ids,
                 cache_salt: reader.u128()?,
+                adapter: reader.u64()?,
+                expires_us: Some(reader.u64()?).filter(|&at| at < u64::MAX),
                 parked: reader.u8()? != 0,
                 host_masked: reader.u8()? != 0,
                 reads_prefix_cache: reader.u8()? != 0,
@@ -387,6 +409,14 @@ fn replay_verb(
         }
         RESET_PREFIX_CACHE => {
             scheduler.reset_prefix_cache(now_us);
+        }
+        SCORES => {
+            let (mut handles, mut scores) = (Vec::new(), Vec::new());
+            for _ in 0..reader.u64()? {
+                handles.push(Handle::from_bits(reader.u64()?));
+                scores.push(reader.u64()? as i64);
+            }
+            scheduler.set_scores(&handles, &scores, now_us);
         }
         RESIZE => {
             let num_blocks = reader.u32()?;

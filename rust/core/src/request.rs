@@ -21,6 +21,10 @@ pub struct Request<'a> {
     pub stop_token_ids: &'a [i32],
     /// Requests share KV only within a salt.
     pub cache_salt: u128,
+    /// Which of the model's adapters it runs with; 0 for none. KV is shared only within one.
+    pub adapter: u64,
+    /// When it ends as [`FinishReason::Expired`] if it has not ended by then.
+    pub expires_us: Option<u64>,
     /// Waits out of line until unparked.
     pub parked: bool,
     /// Its logits are edited on the host between forward and sample.
@@ -42,6 +46,8 @@ impl<'a> Request<'a> {
             itl_target_us: 100_000,
             stop_token_ids: &[],
             cache_salt: 0,
+            adapter: 0,
+            expires_us: None,
             parked: false,
             host_masked: false,
             reads_prefix_cache: true,

@@ -53,8 +53,18 @@ pub(crate) struct Standing {
     pub(crate) num_limit_blocks: u32,
     /// Tokens that it had when it got in line.
     pub(crate) num_queued_tokens: u32,
-    /// Leading blocks of this residency that it found.
-    pub(crate) num_hit_blocks: u32,
+    /// Blocks of this residency that others held when it found them.
+    pub(crate) num_shared_blocks: u32,
+    /// While it waits: its leading blocks that could be found, when that was last asked, and of those the leading ones
+    /// that others held.
+    pub(crate) num_found_blocks: u32,
+    pub(crate) num_held_blocks: u32,
+    /// Plans of this wait in which another computed its next block.
+    pub(crate) num_prefix_waits: u32,
+    /// What a policy of one's own said of it.
+    pub(crate) score: i64,
+    pub(crate) adapter: u64,
+    pub(crate) expires_us: Option<u64>,
 }
 
 impl Standing {
@@ -78,7 +88,13 @@ impl Standing {
             promotion: None,
             num_limit_blocks: 0,
             num_queued_tokens: 0,
-            num_hit_blocks: 0,
+            num_shared_blocks: 0,
+            num_found_blocks: 0,
+            num_held_blocks: 0,
+            num_prefix_waits: 0,
+            score: 0,
+            adapter: request.adapter,
+            expires_us: request.expires_us,
         }
     }
 
@@ -166,7 +182,13 @@ pub(crate) struct PlannedRow {
 }
 
 impl Sequence {
-    pub(crate) fn new(request: &Request<'_>, standing: Standing, max_output: u32) -> Self {
+    /// `salt` is the root of its prefix's hashes.
+    pub(crate) fn new(
+        request: &Request<'_>,
+        standing: Standing,
+        max_output: u32,
+        salt: BlockHash,
+    ) -> Self {
         Self {
             key: Key::first_come(standing.arrival),
             standing,
@@ -184,7 +206,7 @@ impl Sequence {
                 .stop_token_ids
                 .iter()
                 .fold(0, |filter, &id| filter | stop_bit(id)),
-            salt: request.cache_salt,
+            salt,
             hashes: Vec::new(),
             host_masked: request.host_masked,
             reads_prefix_cache: request.reads_prefix_cache,
@@ -439,7 +461,7 @@ impl Sequence {
     /// Gives up a residency: rows in flight that it planned no longer count for its KV.
     pub(crate) fn end_residency(&mut self) {
         self.residency = self.residency.wrapping_add(1);
-        self.standing.num_hit_blocks = 0;
+        self.standing.num_shared_blocks = 0;
         self.num_computed = 0;
         self.num_planned = 0;
         self.num_registered = 0;

@@ -4,6 +4,7 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
+use crate::cost::Size;
 use crate::ids::{BlockId, Handle, StepId};
 use crate::record::StepRecord;
 
@@ -56,6 +57,8 @@ pub(crate) struct StepInFlight {
     pub(crate) moved: Vec<(Handle, u32)>,
     /// The quarantine group that it runs, if it runs one.
     pub(crate) group: Option<u64>,
+    /// Its size, where its time is learned from.
+    pub(crate) size: Size,
     pub(crate) record: StepRecord,
 }
 
@@ -82,6 +85,7 @@ impl StepRing {
                     moves: Vec::new(),
                     moved: Vec::new(),
                     group: None,
+                    size: Size::default(),
                     record: StepRecord::default(),
                 })
             })

@@ -93,6 +93,16 @@ impl Ledger {
         account.suspect_until = None;
     }
 
+    /// Ends those whose time has come.
+    pub(crate) fn expire(&mut self, now_us: u64) {
+        for account in self.accounts.values_mut() {
+            if account.is_live() && account.ask.expires_us.is_some_and(|at| at <= now_us) {
+                account.end = Some((FinishReason::Expired, account.num_output));
+                account.suspect_until = None;
+            }
+        }
+    }
+
     /// Some request was in a failed step, and is not cleared yet.
     pub(crate) fn has_suspects(&self) -> bool {
         self.accounts

@@ -14,6 +14,8 @@ pub(crate) struct Ask {
     pub(crate) itl_target_us: u64,
     pub(crate) stop_ids: Vec<i32>,
     pub(crate) salt: u128,
+    pub(crate) adapter: u64,
+    pub(crate) expires_us: Option<u64>,
     pub(crate) parked: bool,
     pub(crate) host_masked: bool,
     pub(crate) reads_prefix_cache: bool,
@@ -35,6 +37,8 @@ impl Ask {
             itl_target_us: 100_000,
             stop_ids: Vec::new(),
             salt: 0,
+            adapter: 0,
+            expires_us: None,
             parked: false,
             host_masked: false,
             reads_prefix_cache: true,
@@ -64,6 +68,11 @@ impl Ask {
         self
     }
 
+    pub(crate) fn adapter(mut self, adapter: u64) -> Self {
+        self.adapter = adapter;
+        self
+    }
+
     pub(crate) fn request(&self) -> Request<'_> {
         Request {
             prompt_token_ids: &self.prompt,
@@ -75,6 +84,8 @@ impl Ask {
             itl_target_us: self.itl_target_us,
             stop_token_ids: &self.stop_ids,
             cache_salt: self.salt,
+            adapter: self.adapter,
+            expires_us: self.expires_us,
             parked: self.parked,
             host_masked: self.host_masked,
             reads_prefix_cache: self.reads_prefix_cache,
@@ -130,7 +141,7 @@ impl Truth {
     }
 
     fn root(&self) -> u64 {
-        mixed(self.ask.salt as u64 ^ 0x5a17)
+        mixed(mixed(self.ask.salt as u64 ^ 0x5a17) ^ self.ask.adapter)
     }
 
     fn reach(&mut self, len: usize) {

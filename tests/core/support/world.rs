@@ -1,10 +1,10 @@
 //! Core, runner and ledger together: every verb is applied to all three, and everything is recounted after each.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use noria_core::{
-    Admission, BlockHash, BlockId, CommitError, Config, Drafts, FinishReason, Handle, KvEventKind,
-    Planned, Reject, ResizeError, Scheduler, StepId, flags,
+    Admission, BlockHash, BlockId, CommitError, Config, Drafts, Facts, FinishReason, Handle,
+    KeyPolicy, KvEventKind, Planned, Reads, Reject, ResizeError, Scheduler, StepId, flags,
 };
 
 use super::ledger::{Account, Ledger};
@@ -12,6 +12,17 @@ use super::runner::{Breakage, NullRunner, Sampled};
 use super::seen::Seen;
 use super::truth::{Ask, Truth};
 use super::view::StepView;
+
+/// A policy of one's own, with many ties.
+pub(crate) fn own_score(facts: &Facts) -> i64 {
+    let numbers = [
+        facts.num_uncached,
+        facts.num_remaining,
+        facts.num_output_tokens,
+    ];
+    let sum: u32 = numbers.iter().sum();
+    i64::from(sum % 5) - 2 - i64::from(facts.num_preemptions)
+}
 
 #[derive(Debug)]
 pub(crate) struct World {
@@ -31,6 +42,10 @@ pub(crate) struct World {
     pub(crate) digests: Vec<u64>,
     pub(crate) num_steps: u64,
     pub(crate) num_failures: u64,
+    /// The core asks a policy itself.
+    pub(crate) has_policy: bool,
+    /// How long the device takes for a step.
+    pub(crate) device_us: fn(&StepView) -> u64,
     pub(super) seen: Seen,
     pub(super) last_step: u64,
     discarded: Vec<StepId>,
@@ -49,7 +64,8 @@ impl World {
         Self::around(Scheduler::recorded(config.clone()).expect("the configuration is good"))
     }
 
-    fn around(core: Scheduler) -> Self {
+    /// Around a core that somebody has made.
+    pub(crate) fn around(core: Scheduler) -> Self {
         let (config, layout) = (core.config().clone(), *core.layout());
         Self {
             runner: NullRunner::new(&config, &layout),
@@ -62,6 +78,8 @@ impl World {
             digests: Vec::new(),
             num_steps: 0,
             num_failures: 0,
+            has_policy: false,
+            device_us: |_| 7,
             seen: Seen::default(),
             last_step: 0,
             discarded: Vec::new(),
@@ -81,6 +99,7 @@ impl World {
     /// Recounts the core, and holds the stream of KV events against what can be found.
     fn check(&mut self) {
         self.core.check();
+        self.check_adapters();
         if self.config.num_kv_events == 0 {
             return;
         }
@@ -108,6 +127,20 @@ impl World {
         for (&block, (hash, tokens)) in &self.findable {
             assert_eq!(cache.find(*hash, tokens), Some(BlockId(block)));
         }
+    }
+
+    /// No step can need more adapters than the configuration allows.
+    fn check_adapters(&self) {
+        let running = self
+            .ledger
+            .live()
+            .filter(|(_, account)| account.phase == super::Phase::Running);
+        let adapters: BTreeSet<u64> = running
+            .map(|(_, account)| account.ask.adapter)
+            .filter(|&adapter| adapter != 0)
+            .collect();
+        let max = self.config.max_adapters as usize;
+        assert!(max == 0 || adapters.len() <= max, "{adapters:?}");
     }
 
     /// When the last verb was applied.
@@ -145,6 +178,10 @@ impl World {
 
     pub(crate) fn plan_with(&mut self, drafts: &Drafts<'_>) -> Planned {
         let now = self.now();
+        if self.config.key == KeyPolicy::Own && !self.has_policy {
+            self.tell_scores(now);
+        }
+        self.ledger.expire(now);
         // As in a ring: a step counts on nothing that an earlier one left in its buffer.
         self.buffer.fill(-(now as i32));
         let planned = self.core.plan(now, drafts, &mut self.buffer);
@@ -162,6 +199,20 @@ impl World {
             }
         }
         planned
+    }
+
+    /// What an engine does for a policy of its user's.
+    fn tell_scores(&mut self, now: u64) {
+        let reads = Reads {
+            num_remaining: true,
+            num_uncached: true,
+        };
+        let facts = self.core.take_changed(reads);
+        let handles: Vec<Handle> = facts.iter().map(|facts| facts.handle).collect();
+        let scores: Vec<i64> = facts.iter().map(own_score).collect();
+        self.core.set_scores(&handles, &scores, now);
+        self.check();
+        assert_eq!(self.core.num_changed(), 0, "each is asked about once");
     }
 
     /// What happened so far.
@@ -254,7 +305,13 @@ impl World {
         }
         let now = self.now();
         self.core
-            .commit(sampled.id, &sampled.num_ids, &sampled.ids, 7, now)
+            .commit(
+                sampled.id,
+                &sampled.num_ids,
+                &sampled.ids,
+                (self.device_us)(&sampled.view),
+                now,
+            )
             .expect("the ids match the step");
         self.check();
         let totals = self

@@ -277,7 +277,14 @@ def build_run(
         if runner == "thread"
         else InlineRunner(executor, ring, is_eager=runner == "eager")
     )
-    engine = Engine(core, made, ring, mask_provider=mask_provider, draft_provider=draft_provider)
+    engine = Engine(
+        core,
+        made,
+        ring,
+        mask_provider=mask_provider,
+        draft_provider=draft_provider,
+        policy=config.policy,
+    )
     return NullRun(engine, executor, script, core, resolved.num_kv_blocks)
 
 

@@ -1,12 +1,15 @@
 //! The walk over prefills: residents go on, and newcomers enter, in the order of (band, resident first, key).
 
+use alloc::collections::BTreeSet;
+
 use super::Scheduler;
 use super::forecast::Outlook;
 use super::pass::MAX_BLOCKED;
 use super::victim::Need;
+use crate::cost::Size;
 use crate::event::EventKind;
 use crate::ids::{BlockId, Seat, Slot};
-use crate::policy::{Admission, share};
+use crate::policy::{Admission, KeyPolicy, share};
 use crate::queue::Turn;
 use crate::sequence::State;
 
@@ -169,6 +172,7 @@ impl Scheduler {
                 .num_left
                 .min(threshold.saturating_sub(sequence.row.count)),
         };
+        let most = self.affordable(start, most);
         if remaining <= most.min(max_tokens) {
             return remaining;
         }
@@ -182,6 +186,20 @@ impl Scheduler {
         } else {
             most
         }
+    }
+
+    /// Of up to `most` tokens from `start` on, as many as the step's target leaves time for; the first prefill of a step
+    /// gets a block's worth in any case.
+    fn affordable(&self, start: u32, most: u32) -> u32 {
+        let Some(left) = self.pass.cost_left else {
+            return most;
+        };
+        let least = if self.pass.prefill_rows.is_empty() {
+            self.config.block_size.min(most)
+        } else {
+            0
+        };
+        self.cost.affordable(start, most, left).max(least)
     }
 
     /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
@@ -240,6 +258,7 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         let num_hits = self.pass.hits.len() as u32;
+        let num_shared = self.num_shared_hits();
         let start = sequence.num_planned + num_hits * block_size;
         let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
         if reach <= start {
@@ -262,7 +281,7 @@ impl Scheduler {
         self.pass.debt -= num_settled;
         let is_new_row = sequence.row.count == 0;
         if num_hits > 0 {
-            sequence.standing.num_hit_blocks += num_hits;
+            sequence.standing.num_shared_blocks += num_shared;
             sequence.num_registered = start / block_size;
             sequence.num_computed += num_hits * block_size;
             if sequence.num_sent > 0 {
@@ -283,6 +302,10 @@ impl Scheduler {
             self.pass.num_partial += 1;
         }
         self.pass.num_left -= end - start;
+        if let Some(left) = self.pass.cost_left {
+            let cost = self.cost.cost(Size::of(end - start, end));
+            self.pass.cost_left = Some((left - cost).max(0));
+        }
         if num_hits > 0 && is_resident {
             self.refund_hits(slot, num_hits * block_size);
         }
@@ -367,42 +390,56 @@ impl Scheduler {
         if sequence.num_rows_in_flight > 0 || sequence.preempted_in == self.pass.serial {
             return Entry::Closed;
         }
-        self.find_hits(slot);
-        let max_tokens =
-            self.share_of(num_residents_behind + self.num_open_newcomers().saturating_sub(1));
-        let num_tokens = self.chunk(slot, max_tokens);
         let num_blocks = self.config.blocks_for(if self.config.contiguous {
             self.arena[slot].most_tokens()
         } else {
             self.arena[slot].num_tokens()
         });
+        let (need, may_find_more) = self.need(slot, num_blocks);
+        // One that was preempted keeps its place, and so what comes free.
+        let in_vain = if need.has_seat && !self.arena[slot].was_admitted {
+            Entry::Blocked
+        } else {
+            Entry::Closed
+        };
+        let displaces = match self.outlook(slot, &need) {
+            Outlook::Fits => false,
+            Outlook::Later => return Entry::Closed,
+            Outlook::Exceeds
+                if self.may_displace(slot) && self.fits_beside_equals(slot, &need) =>
+            {
+                true
+            }
+            Outlook::Exceeds => return in_vain,
+        };
+        if need.num_shared > 0 || may_find_more {
+            self.find_hits(slot);
+        } else {
+            self.pass.hits.clear();
+        }
+        if self.num_shared_hits() < need.num_shared {
+            // Something in the middle was lost: the next plan counts from the first block on.
+            self.arena[slot].standing.num_held_blocks = 0;
+            return Entry::Closed;
+        }
+        if self.may_wait_for_block(slot) {
+            return Entry::Passed;
+        }
+        let max_tokens =
+            self.share_of(num_residents_behind + self.num_open_newcomers().saturating_sub(1));
+        let num_tokens = self.chunk(slot, max_tokens);
         let num_table_blocks = self.pass.num_gained_blocks + num_blocks as usize;
         if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
             return Entry::Closed;
         }
-        let need = self.need(slot, num_blocks);
-        match self.outlook(slot, &need) {
-            Outlook::Fits => {}
-            Outlook::Later => return Entry::Closed,
-            Outlook::Exceeds => {
-                let enters = self.may_displace(slot)
-                    && self.fits_beside_equals(slot, &need)
-                    && self.displace_for(slot, need);
-                if !enters {
-                    // One that was preempted keeps its place, and so what comes free.
-                    return if need.has_seat && !self.arena[slot].was_admitted {
-                        Entry::Blocked
-                    } else {
-                        Entry::Closed
-                    };
-                }
-            }
+        if displaces && !self.displace_for(slot, need) {
+            return in_vain;
         }
         if self.config.contiguous && !self.finds_run(num_blocks) {
             return Entry::Closed;
         }
         let num_hits = self.pass.hits.len() as u32;
-        self.note_entry(slot, num_hits);
+        self.note_entry(slot, self.num_shared_hits());
         let seat = self.seat_newcomer(turn, num_hits * self.config.block_size);
         if self.config.contiguous {
             self.kv
@@ -418,17 +455,19 @@ impl Scheduler {
         Entry::Taken
     }
 
-    /// What `slot` needs to enter, with `num_blocks` for the tokens that it has.
-    fn need(&self, slot: Slot, num_blocks: u32) -> Need {
-        let num_hits = self.pass.hits.len() as u32;
+    /// What `slot` needs to enter, with `num_blocks` for the tokens that it has; and whether it may find more blocks than
+    /// others hold.
+    fn need(&mut self, slot: Slot, num_blocks: u32) -> (Need, bool) {
+        let (num_shared, may_find_more) = self.num_held_blocks_of(slot);
         let is_confined = self.quarantine.active().is_some();
         let is_reserved = self.config.admission == Admission::Reserve && !is_confined;
-        Need {
+        let need = Need {
             num_blocks: if is_reserved {
-                self.limit_blocks(slot) - num_hits
+                self.limit_blocks(slot) - num_shared
             } else {
-                num_blocks - num_hits
+                num_blocks - num_shared
             },
+            num_shared,
             debt: if is_confined {
                 0
             } else if is_reserved {
@@ -441,9 +480,47 @@ impl Scheduler {
             } else {
                 self.config.watermark_blocks
             },
-            num_available: self.num_available_beside_hits(),
+            num_available: self.kv.num_available(),
             has_seat: !self.free_seats.is_empty(),
+            has_adapter: self.has_adapter_room(slot),
+        };
+        (need, may_find_more)
+    }
+
+    /// Of `pass.hits`, the blocks that others hold.
+    fn num_shared_hits(&self) -> u32 {
+        let held = |&&block: &&BlockId| self.kv.pool.num_holders(block) > 0;
+        self.pass.hits.iter().filter(held).count() as u32
+    }
+
+    /// Whether `slot`, which could enter, had better wait: the block behind `pass.hits` is the one that a prefill of this
+    /// plan goes on with, and will be found then. Only for so many plans of a wait.
+    fn may_wait_for_block(&mut self, slot: Slot) -> bool {
+        let column = self.pass.hits.len() as u32;
+        let standing = &self.arena[slot].standing;
+        let may_wait = self.config.key == KeyPolicy::Prefix
+            && standing.num_prefix_waits < self.config.max_prefix_waits
+            && self.pass.num_let_wait < MAX_BLOCKED
+            && !self.arena[slot].key.is_aged()
+            && self.quarantine.active().is_none()
+            && column < self.last_findable(slot);
+        if !may_wait {
+            return false;
         }
+        let block_size = self.config.block_size;
+        let wanted = self.arena[slot].block_hash(column, block_size, &self.hasher);
+        for i in 0..self.pass.prefill_rows.len() {
+            let prefill = &mut self.arena[self.pass.prefill_rows[i]];
+            let is_open = !prefill.has_sampled
+                && prefill.num_planned / block_size == column
+                && (column + 1) * block_size <= prefill.num_tokens();
+            if is_open && prefill.block_hash(column, block_size, &self.hasher) == wanted {
+                self.arena[slot].standing.num_prefix_waits += 1;
+                self.pass.num_let_wait += 1;
+                return true;
+            }
+        }
+        false
     }
 
     /// Gives a waiting sequence a seat.
@@ -456,6 +533,7 @@ impl Scheduler {
             self.charge_prompt(slot, num_hit_tokens);
         }
         self.num_limit_blocks += u64::from(self.limit_blocks(slot));
+        self.adapters.enter(self.arena[slot].standing.adapter);
         let sequence = &mut self.arena[slot];
         sequence.key = turn.key();
         sequence.state = State::Running(seat);
@@ -471,6 +549,7 @@ impl Scheduler {
         self.events
             .push(handle, kind, num_hit_tokens.into(), self.next_step as i64);
         self.residents.add(sequence.key, handle);
+        self.join_band(slot);
         self.num_running += 1;
         self.pass.gained.push(slot);
         seat
@@ -483,6 +562,7 @@ impl Scheduler {
         }
         let (mut longest_prompt, mut longest_output, mut num_rows) = (0, 0, 0);
         let mut cursor = None;
+        let mut adapters = BTreeSet::new();
         while num_rows < self.config.max_num_seqs {
             let Some(at) = self.next_candidate(cursor) else {
                 break;
@@ -490,6 +570,13 @@ impl Scheduler {
             let sequence = &self.arena[at.slot];
             if sequence.num_rows_in_flight > 0 {
                 break;
+            }
+            let (adapter, max) = (sequence.standing.adapter, self.config.max_adapters as usize);
+            if max > 0 && adapter != 0 {
+                adapters.insert(adapter);
+                if adapters.len() > max {
+                    break;
+                }
             }
             let prompt = longest_prompt.max(sequence.num_tokens());
             let output = longest_output.max(sequence.max_output - sequence.num_output());

@@ -33,7 +33,11 @@ impl Scheduler {
     pub(super) fn note_wait(&mut self, slot: Slot) {
         let since = self.next_step;
         self.arena[slot].standing.since = since;
-        self.arena[slot].standing.num_bypasses = 0;
+        let standing = &mut self.arena[slot].standing;
+        standing.num_bypasses = 0;
+        standing.num_prefix_waits = 0;
+        standing.num_found_blocks = 0;
+        standing.num_held_blocks = 0;
         let may_age = self.config.key.may_starve() && !self.config.admission.is_static();
         if self.config.ageing_steps > 0 && may_age {
             let handle = self.arena.handle(slot);
@@ -106,7 +110,9 @@ impl Scheduler {
         standing.promotion = None;
         standing.num_recent_preemptions = 0;
         let key = self.turn(slot).key();
+        self.leave_band(slot);
         self.arena[slot].key = key;
+        self.join_band(slot);
         self.residents.note_departure(old);
         self.residents.add(key, handle);
         false

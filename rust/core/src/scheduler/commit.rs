@@ -3,6 +3,7 @@
 use super::Scheduler;
 use crate::event::{Event, EventKind};
 use crate::ids::{Slot, StepId};
+use crate::policy::KeyPolicy;
 use crate::request::FinishReason;
 use crate::step::{RowInFlight, RowKind, StepInFlight};
 
@@ -95,9 +96,7 @@ impl Scheduler {
         };
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
-        if self.is_fair() {
-            self.charge_outputs(&taken.rows, num_ids);
-        }
+        let charges = self.is_fair();
         // An event a token, and one for each row that ends.
         self.events.reserve(ids.len() + taken.rows.len());
         let (mut rest, mut tally) = (ids, Tally::default());
@@ -106,7 +105,11 @@ impl Scheduler {
             if num_single == 0 {
                 num_single = count_single(num_ids);
             }
-            let num_appended = self.append_ids(&rows[..num_single], rest);
+            let num_appended = if charges {
+                self.append_ids::<true>(&rows[..num_single], rest)
+            } else {
+                self.append_ids::<false>(&rows[..num_single], rest)
+            };
             num_single = num_single.saturating_sub(num_appended + 1);
             tally.used += num_appended as u32;
             rest = &rest[num_appended..];
@@ -118,6 +121,9 @@ impl Scheduler {
             let (ids, ids_behind) = rest.split_at(*count as usize);
             self.commit_row(row, ids, &mut tally);
             (rows, num_ids, rest) = (rows_behind, counts_behind, ids_behind);
+        }
+        if self.config.step_target_us > 0 {
+            self.cost.learn(taken.size, device_us);
         }
         taken.record.num_output_tokens = tally.used.into();
         taken.record.num_finished = tally.finished.into();
@@ -190,8 +196,9 @@ impl Scheduler {
     /// Appends an id each to the rows' sequences, up to the first row for which that is not all there is to do; returns
     /// how many. Most rows of most steps are committed here.
     #[inline(never)] // its registers are wanted by its loop
-    fn append_ids(&mut self, rows: &[RowInFlight], ids: &[i32]) -> usize {
+    fn append_ids<const CHARGES: bool>(&mut self, rows: &[RowInFlight], ids: &[i32]) -> usize {
         let mut num_appended = 0;
+        let weight = u64::from(self.config.fair_output_weight);
         for (row, (&id, event)) in rows.iter().zip(ids.iter().zip(self.events.room())) {
             let Some(sequence) = self.arena.get_mut(row.handle) else {
                 break;
@@ -209,6 +216,9 @@ impl Scheduler {
             sequence.num_rows_in_flight -= 1;
             sequence.num_computed += row.count;
             sequence.append(id);
+            if CHARGES {
+                self.accounts.charge(sequence.standing.account, weight);
+            }
             num_appended += 1;
         }
         self.events.take_room(num_appended);
@@ -230,6 +240,10 @@ impl Scheduler {
         }
         let slot = row.handle.slot();
         sequence.land(row);
+        if self.config.key == KeyPolicy::Fair && !ids.is_empty() {
+            let weighted = u64::from(self.config.fair_output_weight) * ids.len() as u64;
+            self.accounts.charge(sequence.standing.account, weighted);
+        }
         let is_current = sequence.residency == row.residency;
         if row.max_ids > 0 && ids.is_empty() {
             let num_output = sequence.num_output();

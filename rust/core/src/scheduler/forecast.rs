@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use super::Scheduler;
 use super::victim::Need;
 use crate::ids::{Handle, Slot};
-use crate::policy::Admission;
+use crate::policy::{Admission, KeyPolicy};
 
 /// One that runs, or would; its band is that of its priority until it has a seat.
 #[derive(Clone, Copy, Debug)]
@@ -21,9 +21,9 @@ struct Member {
     rest: u32,
     /// Tokens of KV that it has, and that its known tokens will need.
     num_tokens: u32,
-    /// Blocks for them that it did not find.
+    /// Blocks for them, but for those that others held when it found them.
     num_own: u32,
-    num_found: u32,
+    num_shared: u32,
 }
 
 #[derive(Debug)]
@@ -88,17 +88,17 @@ impl Forecast {
             .filter(counted)
             .chain([newcomer])
             .chain(shorter.iter().filter(counted));
-        let (mut num_present, mut num_own, mut num_found) = (0, 0, 0);
+        let (mut num_present, mut num_own, mut num_shared) = (0, 0, 0);
         let mut peak = num_held;
         for member in members {
             num_present += 1;
             num_own += member.num_own;
-            num_found += member.num_found;
+            num_shared += member.num_shared;
             let slack = member.num_tokens.next_multiple_of(block_size) - member.num_tokens;
             count(&mut self.slack, slack);
             let (whole, part) = (member.rest / block_size, member.rest % block_size);
             let num_grown = num_present * whole + num_below(&self.slack, part);
-            let num_gone = (all_own - num_own).saturating_sub(num_found);
+            let num_gone = (all_own - num_own).saturating_sub(num_shared);
             peak = peak.max((num_held + num_grown).saturating_sub(num_gone));
         }
         peak
@@ -141,6 +141,32 @@ impl Scheduler {
         self.arena[slot].standing.num_limit_blocks
     }
 
+    /// Running `slot` counts in the band of its key from now on; O(bands), and of few. In order of arrival there are no
+    /// bands of which one could displace another.
+    pub(super) fn join_band(&mut self, slot: Slot) {
+        if self.config.key == KeyPolicy::Fcfs {
+            return;
+        }
+        let (band, num) = (self.arena[slot].key.band, self.limit_blocks(slot));
+        let at = self.band_limits.partition_point(|limit| limit.0 < band);
+        match self.band_limits.get_mut(at) {
+            Some(limit) if limit.0 == band => limit.1 += u64::from(num),
+            _ => self.band_limits.insert(at, (band, num.into())),
+        }
+    }
+
+    pub(super) fn leave_band(&mut self, slot: Slot) {
+        if self.config.key == KeyPolicy::Fcfs {
+            return;
+        }
+        let (band, num) = (self.arena[slot].key.band, self.limit_blocks(slot));
+        let at = self.band_limits.partition_point(|limit| limit.0 < band);
+        self.band_limits[at].1 -= u64::from(num);
+        if self.band_limits[at].1 == 0 {
+            self.band_limits.remove(at);
+        }
+    }
+
     /// Blocks that those running may ever need beside those that they hold.
     pub(super) fn num_outstanding_blocks(&self) -> u64 {
         self.num_limit_blocks - u64::from(self.kv.num_entries())
@@ -157,13 +183,12 @@ impl Scheduler {
         if !is_forecast || self.num_running == 0 || is_confined {
             return Outlook::Fits;
         }
-        let num_found = self.pass.hits.len() as u32;
-        let num_new = u64::from(self.limit_blocks(slot) - num_found);
+        let num_new = u64::from(self.limit_blocks(slot) - need.num_shared);
         let fits_at_most = self.num_outstanding_blocks() + num_new <= u64::from(need.num_available);
         if fits_at_most && (!self.is_early() || self.spacing(slot).is_none()) {
             return Outlook::Fits;
         }
-        let newcomer = self.member_to_be(slot, num_found);
+        let newcomer = self.member_to_be(slot, need.num_shared);
         let peak = self.peak_with(&newcomer, need, i64::MAX);
         if peak > self.highest_peak(slot) {
             return Outlook::Exceeds;
@@ -174,15 +199,20 @@ impl Scheduler {
         Outlook::Fits
     }
 
-    /// Whether `slot` would fit beside those that it may not displace.
+    /// Whether `slot` would fit beside those that it may not displace; O(bands) where even their limits fit.
     pub(super) fn fits_beside_equals(&mut self, slot: Slot, need: &Need) -> bool {
         if self.config.admission != Admission::Peak || self.quarantine.active().is_some() {
             return true;
         }
-        let newcomer = self.member_to_be(slot, self.pass.hits.len() as u32);
-        if self.has_nobody_up_to(newcomer.band) {
+        let band = self.own_band(slot);
+        let up_to_band = self.band_limits.iter().take_while(|limit| limit.0 <= band);
+        let limits: u64 = up_to_band.map(|limit| limit.1).sum();
+        if limits == 0
+            || limits + u64::from(self.limit_blocks(slot)) <= u64::from(self.highest_peak(slot))
+        {
             return true;
         }
+        let newcomer = self.member_to_be(slot, need.num_shared);
         let peak = self.peak_with(&newcomer, need, newcomer.band);
         peak <= self.highest_peak(slot)
     }
@@ -198,14 +228,6 @@ impl Scheduler {
         (most * u64::from(percent) / 100) as u32
     }
 
-    fn has_nobody_up_to(&mut self, band: i64) -> bool {
-        self.make_forecast();
-        self.forecast
-            .members
-            .iter()
-            .all(|member| member.band > band)
-    }
-
     fn peak_with(&mut self, newcomer: &Member, need: &Need, band: i64) -> u32 {
         self.make_forecast();
         let num_held = if band == i64::MAX {
@@ -219,13 +241,13 @@ impl Scheduler {
         self.forecast.peak(newcomer, band, num_held, block_size)
     }
 
-    fn member_to_be(&self, slot: Slot, num_found: u32) -> Member {
+    fn member_to_be(&self, slot: Slot, num_shared: u32) -> Member {
         let num_output = self.arena[slot].num_output();
         let predicted = self.predicted_output(slot, num_output);
-        self.member(slot, predicted, num_found)
+        self.member(slot, predicted, num_shared)
     }
 
-    fn member(&self, slot: Slot, predicted_output: u32, num_found: u32) -> Member {
+    fn member(&self, slot: Slot, predicted_output: u32, num_shared: u32) -> Member {
         let sequence = &self.arena[slot];
         let num_tokens = sequence.num_planned.max(sequence.num_tokens());
         let last = sequence.num_prompt + predicted_output - 1;
@@ -240,8 +262,8 @@ impl Scheduler {
             },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
-            num_own: num_blocks - num_found,
-            num_found,
+            num_own: num_blocks - num_shared,
+            num_shared,
         }
     }
 
@@ -272,18 +294,18 @@ impl Scheduler {
     fn foresee(&mut self, slot: Slot) {
         let num_output = self.arena[slot].max_output_in_flight();
         let predicted = self.predicted_output(slot, num_output);
-        let num_found = self.arena[slot].standing.num_hit_blocks;
-        let member = self.member(slot, predicted, num_found);
+        let num_shared = self.arena[slot].standing.num_shared_blocks;
+        let member = self.member(slot, predicted, num_shared);
         self.forecast.members.push(member);
     }
 
     /// A newcomer has a seat.
-    pub(super) fn note_entry(&mut self, slot: Slot, num_found: u32) {
+    pub(super) fn note_entry(&mut self, slot: Slot, num_shared: u32) {
         if self.config.admission != Admission::Peak {
             return;
         }
         if self.forecast.is_made {
-            let mut member = self.member_to_be(slot, num_found);
+            let mut member = self.member_to_be(slot, num_shared);
             member.band = self.arena[slot].key.band;
             self.forecast.insert(member);
         }

@@ -3,9 +3,8 @@
 use super::Scheduler;
 use crate::accounts::AccountId;
 use crate::ids::Slot;
-use crate::policy::{Admission, Facts, Key, KeyPolicy, score};
+use crate::policy::{Admission, Facts, Key, KeyPolicy, Policy, Reads, rank};
 use crate::queue::Turn;
-use crate::step::RowInFlight;
 
 /// Waiting requests whose cached prefix is looked up again in each plan, under [`KeyPolicy::Prefix`].
 const NUM_REFRESHED: usize = 4;
@@ -25,6 +24,7 @@ impl Scheduler {
         let turn = self.turn(slot);
         self.arena[slot].key = turn.line_key();
         self.insert(slot, &turn);
+        self.note_change(slot);
     }
 
     fn insert(&mut self, slot: Slot, turn: &Turn) {
@@ -73,11 +73,11 @@ impl Scheduler {
 
     /// Where the standing of `slot` puts it.
     pub(super) fn turn(&mut self, slot: Slot) -> Turn {
-        let (policy, sequence) = (self.config.key, &self.arena[slot]);
-        let standing = sequence.standing;
+        let (policy, standing) = (self.config.key, &self.arena[slot].standing);
+        let (priority, arrival) = (standing.priority, standing.arrival);
         let account = self.line_account(standing.account);
         if let Some(promotion) = standing.promotion {
-            let key = Key::aged(promotion, standing.arrival);
+            let key = Key::aged(promotion, arrival);
             return Turn {
                 band: key.band,
                 place: 0,
@@ -87,34 +87,61 @@ impl Scheduler {
                 slot,
             };
         }
-        let num_output = sequence.num_output();
-        let facts = Facts {
-            num_remaining: match policy {
-                KeyPolicy::Sjf => self.predicted_output(slot, num_output) - num_output,
-                _ => 0,
-            },
-            num_uncached: match policy {
-                KeyPolicy::Prefix => self.num_uncached(slot),
-                _ => 0,
-            },
-            due_us: standing.due_us(num_output),
+        let score = match policy {
+            KeyPolicy::Own => standing.score,
+            KeyPolicy::Fcfs | KeyPolicy::Priority | KeyPolicy::Fair => 0,
+            policy => policy.score(&self.facts(slot, policy.reads())),
         };
         Turn {
-            band: policy.band(standing.priority),
+            band: policy.band(priority),
             place: match policy {
                 KeyPolicy::Fair => self.accounts.get(account).counter,
                 _ => 0,
             },
-            score: score(policy, &facts),
-            arrival: standing.arrival,
+            score: rank(score),
+            arrival,
             account,
             slot,
         }
     }
 
+    /// What a policy that `reads` this may know of `slot`.
+    pub(super) fn facts(&mut self, slot: Slot, reads: Reads) -> Facts {
+        let sequence = &self.arena[slot];
+        let (standing, num_output) = (sequence.standing, sequence.num_output());
+        let (num_prompt, max_output) = (sequence.num_prompt, sequence.max_output);
+        let num_preemptions = sequence.num_preemptions;
+        Facts {
+            handle: self.arena.handle(slot),
+            priority: standing.priority,
+            tenant: self.accounts.get(standing.account).tenant,
+            adapter: standing.adapter,
+            arrival: standing.arrival,
+            submitted_us: standing.submitted_us,
+            due_us: standing.due_us(num_output),
+            expires_us: standing.expires_us.unwrap_or(i64::MAX as u64),
+            num_prompt_tokens: num_prompt,
+            num_output_tokens: num_output,
+            max_output_tokens: max_output,
+            num_expected_tokens: standing.num_expected,
+            num_remaining: if reads.num_remaining {
+                self.predicted_output(slot, num_output) - num_output
+            } else {
+                0
+            },
+            num_uncached: if reads.num_uncached {
+                self.num_uncached(slot)
+            } else {
+                0
+            },
+            num_preemptions,
+        }
+    }
+
     /// Whether lengths are learned, for order or admission.
     pub(super) fn predicts(&self) -> bool {
-        self.config.admission == Admission::Peak || self.config.key == KeyPolicy::Sjf
+        self.config.admission == Admission::Peak
+            || matches!(self.config.key, KeyPolicy::Sjf | KeyPolicy::Own)
     }
 
     /// Output tokens that `slot` will have in all, if it has `num_output` by now: its hint, while that may be right, or
@@ -132,19 +159,60 @@ impl Scheduler {
             .predict(standing.account, num_output, max_output)
     }
 
-    /// Tokens of `slot`, which waits, that the prefix cache does not hold.
+    /// Tokens of `slot`, which waits, that the prefix cache does not hold. The search goes on from where the last one
+    /// ended, and so costs what has changed since.
     fn num_uncached(&mut self, slot: Slot) -> u32 {
-        let num_tokens = self.arena[slot].num_tokens();
-        if !self.config.enable_prefix_caching || !self.arena[slot].reads_prefix_cache {
-            return num_tokens;
+        let last = self.last_findable(slot);
+        let mut num_found = self.arena[slot].standing.num_found_blocks.min(last);
+        while num_found > 0 && self.find_block(slot, num_found - 1).is_none() {
+            num_found -= 1;
         }
-        let block_size = self.config.block_size;
-        let last = (num_tokens - 1) / block_size;
-        let mut num_found = 0;
         while num_found < last && self.find_block(slot, num_found).is_some() {
             num_found += 1;
         }
-        num_tokens - num_found * block_size
+        self.arena[slot].standing.num_found_blocks = num_found;
+        self.arena[slot].num_tokens() - num_found * self.config.block_size
+    }
+
+    /// Leading blocks of `slot`, which waits, that can be found and that others hold: what need not come free for it.
+    /// Who holds a block of a prefix holds those before it, so the search goes on from where the last one ended, and
+    /// costs what has changed since; not even a long cached prompt that does not fit costs more.
+    /// Says as well whether there may be more that can be found.
+    pub(super) fn num_held_blocks_of(&mut self, slot: Slot) -> (u32, bool) {
+        let last = self.last_findable(slot);
+        let mut num_held = self.arena[slot].standing.num_held_blocks.min(last);
+        while num_held > 0 && self.held_block(slot, num_held - 1) != Some(true) {
+            num_held -= 1;
+        }
+        let mut edge = None;
+        while num_held < last {
+            edge = self.held_block(slot, num_held);
+            if edge != Some(true) {
+                break;
+            }
+            num_held += 1;
+        }
+        self.arena[slot].standing.num_held_blocks = num_held;
+        (num_held, edge.is_some())
+    }
+
+    /// Whether others hold full block `column` of `slot`, if it can be found.
+    fn held_block(&mut self, slot: Slot, column: u32) -> Option<bool> {
+        self.find_block(slot, column)
+            .map(|block| self.kv.pool.num_holders(block) > 0)
+    }
+
+    /// Leading blocks that `slot`, which waits, may find. The last token is always computed: its logits are wanted.
+    pub(super) fn last_findable(&self, slot: Slot) -> u32 {
+        let sequence = &self.arena[slot];
+        let may_find = self.config.enable_prefix_caching
+            && !self.config.admission.is_static()
+            && sequence.reads_prefix_cache;
+        if may_find {
+            (sequence.num_tokens() - 1) / self.config.block_size
+        } else {
+            0
+        }
     }
 
     /// Tells the queue which accounts have moved.
@@ -176,20 +244,6 @@ impl Scheduler {
         }
     }
 
-    /// Charges the tokens that a step's rows sampled, but for those of requests that have ended.
-    pub(super) fn charge_outputs(&mut self, rows: &[RowInFlight], num_ids: &[i32]) {
-        let weight = u64::from(self.config.fair_output_weight);
-        for (row, &num) in rows.iter().zip(num_ids) {
-            let Some(sequence) = self.arena.get_mut(row.handle) else {
-                continue;
-            };
-            if num > 0 && !sequence.is_ghost() {
-                let account = sequence.standing.account;
-                self.accounts.charge(account, weight * num as u64);
-            }
-        }
-    }
-
     /// Looks up again what the cache holds of a few that wait, another few in each plan.
     pub(super) fn refresh_scores(&mut self) {
         if self.config.key != KeyPolicy::Prefix {
@@ -201,7 +255,9 @@ impl Scheduler {
                 return;
             };
             self.refreshed = Some(turn);
-            self.requeue(turn.slot);
+            if self.turn(turn.slot) != turn {
+                self.requeue(turn.slot);
+            }
         }
     }
 }

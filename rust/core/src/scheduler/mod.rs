@@ -3,13 +3,16 @@
 //! Owns: no preempted row is in a plan; bounded work a plan; progress or an explicit reject; budgets never exceeded.
 //! `plan` walks residents once, `commit` its step's rows once; what leaves or enters costs its own rows and blocks.
 
+mod adapters;
 mod admit;
 mod ageing;
 mod commit;
 mod compact;
+mod deadlines;
 mod fail;
 mod forecast;
 mod line;
+mod own;
 mod pass;
 mod plan;
 mod quarantine;
@@ -25,21 +28,25 @@ pub use compact::ResizeError;
 use crate::accounts::Accounts;
 use crate::arena::Arena;
 use crate::config::{Config, ConfigError};
+use crate::cost::CostModel;
 use crate::event::{Event, EventKind, EventLog};
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::kv_events::KvEvents;
 use crate::layout::StepLayout;
 use crate::policy::{Admission, Key, KeyPolicy};
-use crate::prefix_cache::ChainHasher;
+use crate::prefix_cache::{BlockHash, ChainHasher};
 use crate::queue::{Turn, WaitQueue};
 use crate::record::{RecordRing, StepRecord};
 use crate::recording::Recorder;
 use crate::request::{FinishReason, Reject, Request};
 use crate::sequence::{Sequence, Standing, State};
 use crate::step::StepRing;
+use adapters::Adapters;
 use ageing::Ageing;
+use deadlines::Deadlines;
 use forecast::Forecast;
+use own::Own;
 use pass::Pass;
 use quarantine::Quarantine;
 use residents::Residents;
@@ -96,10 +103,17 @@ pub struct Scheduler {
     pub(crate) accounts: Accounts,
     pub(crate) ageing: Ageing,
     forecast: Forecast,
+    pub(crate) adapters: Adapters,
+    pub(crate) deadlines: Deadlines,
+    own: Own,
+    cost: CostModel,
+    /// Steps in a row that left out a sequence that could decode.
+    num_paused_steps: u32,
     /// Where the round of scores that are looked up again has got to.
     refreshed: Option<Turn>,
-    /// Blocks that those running can ever need.
+    /// Blocks that those running can ever need; and by the bands of their keys, in order.
     pub(crate) num_limit_blocks: u64,
+    pub(crate) band_limits: Vec<(i64, u64)>,
     /// Blocks that those waiting can ever need.
     pub(crate) num_demanded_blocks: u64,
     /// Tokens of those that wait or are parked, as they had them when they came.
@@ -148,8 +162,14 @@ impl Scheduler {
             accounts: Accounts::default(),
             ageing: Ageing::default(),
             forecast: Forecast::new(config.block_size),
+            adapters: Adapters::default(),
+            deadlines: Deadlines::default(),
+            own: Own::default(),
+            cost: CostModel::default(),
+            num_paused_steps: 0,
             refreshed: None,
             num_limit_blocks: 0,
+            band_limits: Vec::new(),
             num_demanded_blocks: 0,
             num_queued_tokens: 0,
             quarantine: Quarantine::default(),
@@ -198,9 +218,10 @@ impl Scheduler {
             ..Standing::new(request, account, self.next_arrival, now_us)
         };
         self.next_arrival += 1;
-        let handle = self
-            .arena
-            .insert(Sequence::new(request, standing, max_output));
+        let salt = self.salt(request);
+        let sequence = Sequence::new(request, standing, max_output, salt);
+        let handle = self.arena.insert(sequence);
+        self.note_deadline(handle.slot());
         if request.parked {
             self.num_parked += 1;
             self.num_queued_tokens += request.prompt_token_ids.len() as u64;
@@ -209,6 +230,21 @@ impl Scheduler {
             self.enqueue(handle.slot());
         }
         Ok(handle)
+    }
+
+    /// The root of the hashes of a request's prefixes; what another adapter computed is never found.
+    fn salt(&self, request: &Request<'_>) -> BlockHash {
+        let Request {
+            cache_salt,
+            adapter,
+            ..
+        } = *request;
+        if adapter == 0 {
+            return cache_salt;
+        }
+        // No token is -1, so no prefix has this hash.
+        let words = [-1, adapter as i32, (adapter >> 32) as i32];
+        self.hasher.chain(cache_salt, &words)
     }
 
     /// The output tokens that the request may have, or why it can never run.
@@ -344,6 +380,7 @@ impl Scheduler {
         let num_output = num_output.min(sequence.num_output());
         let (account, wanted_no_more) = (sequence.standing.account, reason == FinishReason::Stop);
         self.accounts.close(account);
+        self.drop_deadline(slot);
         if num_output > 0 && self.predicts() {
             self.accounts.learn(account, num_output, wanted_no_more);
         }
@@ -359,8 +396,7 @@ impl Scheduler {
                 sequence.plain_until = 0;
                 sequence.quiet_until = 0;
                 sequence.confinement = None;
-                self.num_running -= 1;
-                self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
+                self.note_exit(slot);
                 if self.num_running == 0 {
                     self.release_ghosts();
                 }
@@ -368,8 +404,7 @@ impl Scheduler {
             }
             State::Running(seat) => {
                 let key = sequence.key;
-                self.num_running -= 1;
-                self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
+                self.note_exit(slot);
                 self.give_up(seat, key);
             }
             State::Ghost(_) => unreachable!("a ghost has ended"),
@@ -394,12 +429,11 @@ impl Scheduler {
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;
         sequence.preempted_in = self.pass.serial;
-        self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
+        self.note_exit(slot);
         self.forecast.remove(self.arena.handle(slot));
         self.note_wait(slot);
         self.enqueue(slot);
         self.note_wear(slot);
-        self.num_running -= 1;
         self.tally.num_preempted += 1;
         self.tally.num_preempted_tokens += i64::from(num_lost);
         self.events.push(
@@ -409,6 +443,14 @@ impl Scheduler {
             self.next_step as i64,
         );
         self.give_up(seat, key);
+    }
+
+    /// A sequence runs no more.
+    fn note_exit(&mut self, slot: Slot) {
+        self.num_running -= 1;
+        self.num_limit_blocks -= u64::from(self.limit_blocks(slot));
+        self.leave_band(slot);
+        self.adapters.leave(self.arena[slot].standing.adapter);
     }
 
     fn give_up(&mut self, seat: Seat, key: Key) {
@@ -451,6 +493,12 @@ impl Scheduler {
     /// The last records, oldest first.
     pub fn records(&self) -> impl Iterator<Item = &StepRecord> {
         self.records.iter()
+    }
+
+    /// What a step takes, as fitted for [`Config::step_target_us`]: nanoseconds whatever its size, for a token, and for
+    /// 1,024 keys that its queries attend to.
+    pub fn step_cost_ns(&self) -> [u64; 3] {
+        self.cost.figures()
     }
 
     /// KV memory.

@@ -49,12 +49,16 @@ pub(crate) struct Pass {
     pub(crate) hits: Vec<BlockId>,
     /// Tokens left of the budget.
     pub(crate) num_left: u32,
+    /// What is left of the step's target for its time, if it has one.
+    pub(crate) cost_left: Option<i128>,
     /// Blocks that resident prefills still need.
     pub(crate) debt: u32,
     pub(crate) num_partial: u32,
     pub(crate) num_gained_blocks: usize,
     /// Waiting requests that did not fit, and that others of their band may pass.
     pub(crate) blocked: Vec<Slot>,
+    /// Requests that could have entered, and wait for a block that another computes.
+    pub(crate) num_let_wait: usize,
     /// Table changes that hits of residents made.
     pub(crate) num_hit_changes: usize,
     /// Residents as victims, once anyone asked; from `next_victim` on some may still be.
@@ -88,10 +92,12 @@ impl Pass {
             runs: Vec::new(),
             hits: Vec::with_capacity(layout.max_blocks_per_seq),
             num_left: 0,
+            cost_left: None,
             debt: 0,
             num_partial: 0,
             num_gained_blocks: 0,
             blocked: Vec::with_capacity(MAX_BLOCKED),
+            num_let_wait: 0,
             num_hit_changes: 0,
             victims: None,
             victim_list: Vec::with_capacity(seats),
@@ -117,10 +123,12 @@ impl Pass {
         self.filled.clear();
         self.wants_run = false;
         self.num_left = budget;
+        self.cost_left = None;
         self.debt = 0;
         self.num_partial = 0;
         self.num_gained_blocks = 0;
         self.blocked.clear();
+        self.num_let_wait = 0;
         self.num_hit_changes = 0;
         self.victims = None;
         self.best = None;

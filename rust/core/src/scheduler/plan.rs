@@ -1,8 +1,10 @@
 //! `plan`: decodes first, then one walk over prefills, then the rows are written.
 
+use super::write::size_of;
 use super::{Drafts, Planned, Scheduler};
+use crate::cost::Size;
 use crate::ids::Slot;
-use crate::policy::Admission;
+use crate::policy::{Admission, MAX_PAUSED_STEPS, Share};
 use crate::step::RowInFlight;
 
 impl Scheduler {
@@ -16,10 +18,12 @@ impl Scheduler {
             self.layout.size,
             "the buffer's length is the layout's"
         );
+        self.score_changed(now_us);
         if let Some(recorder) = &mut self.recorder {
             recorder.plan(now_us, drafts);
         }
         self.events.begin();
+        self.end_expired(now_us);
         if self.steps.is_full() {
             return self.nothing();
         }
@@ -39,9 +43,14 @@ impl Scheduler {
         if self.is_shrinking() {
             self.shed();
         }
-        self.plan_decodes(buffer);
-        self.extend_by_drafts(drafts);
-        self.walk_prefills();
+        if self.prefills_go_first() {
+            self.plan_prefills_first(buffer, drafts);
+        } else {
+            self.plan_decodes::<false>(buffer);
+            self.extend_by_drafts(drafts);
+            self.budget_time::<false>();
+            self.walk_prefills();
+        }
         self.drop_withdrawn();
         if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
@@ -72,7 +81,8 @@ impl Scheduler {
     }
 
     /// Every resident that decodes gets a row of one token, best key first; prefills are listed for the walk.
-    fn plan_decodes(&mut self, buffer: &mut [i32]) {
+    /// Where prefills went first, those get one for whom tokens are left; how often in a row some did not is counted.
+    fn plan_decodes<const PREFILLS_WENT_FIRST: bool>(&mut self, buffer: &mut [i32]) {
         let is_padded = self.config.admission == Admission::StaticPadded;
         let holds_decodes = is_padded && self.has_unfinished_prefill();
         let is_confined = self.quarantine.active().is_some();
@@ -84,24 +94,31 @@ impl Scheduler {
         }
         let (row_seat, row_start) = self.layout.plain_columns(buffer);
         let (mut next, mut num_rows) = (0, 0);
-        loop {
+        // The budget holds a token a seat, so it is only prefills that can leave fewer.
+        let max_rows = if PREFILLS_WENT_FIRST {
+            num_residents.min(self.pass.num_left as usize)
+        } else {
+            rows.len()
+        };
+        while !PREFILLS_WENT_FIRST || num_rows < max_rows {
             if all_run {
                 let num_plain = self.plan_plain_rows(
                     next,
-                    &mut rows[num_rows..],
+                    &mut rows[num_rows..max_rows],
                     &mut row_seat[num_rows..],
                     &mut row_start[num_rows..],
                 );
                 next += num_plain;
                 num_rows += num_plain;
             }
-            if next == num_residents {
+            if next == num_residents || PREFILLS_WENT_FIRST && num_rows == max_rows {
                 break;
             }
             let resident = *self.residents.get(next);
             next += 1;
             let (handle, slot) = (resident.handle, resident.handle.slot());
             if !resident.has_left()
+                && !(PREFILLS_WENT_FIRST && self.has_prefill(slot))
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
@@ -119,6 +136,11 @@ impl Scheduler {
                 num_rows += 1;
             }
         }
+        self.num_paused_steps = if PREFILLS_WENT_FIRST && self.is_decode_left(next) {
+            self.num_paused_steps + 1
+        } else {
+            0
+        };
         rows.truncate(num_rows);
         self.pass.num_left -= num_rows as u32;
         self.pass.rows = rows;
@@ -158,15 +180,16 @@ impl Scheduler {
 
     /// Whether resident `slot` decodes in this step, with a block reserved for it; if it has prompt tokens to go, it is
     /// listed.
+    #[inline(always)]
+    #[allow(
+        clippy::inline_always,
+        reason = "it is in the loop over residents, in both of its forms"
+    )]
     fn decodes_next(&mut self, slot: Slot, holds_decodes: bool) -> bool {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         if !sequence.has_sampled || sequence.num_padding_owed > 0 {
-            let num_blocks = self.config.blocks_for(sequence.num_tokens());
-            let debt = num_blocks.saturating_sub(self.kv.len(seat));
-            self.arena[slot].row.debt = debt;
-            self.pass.debt += debt;
-            self.pass.prefills.push(slot);
+            self.list_prefill(slot);
             return false;
         }
         if holds_decodes {
@@ -178,6 +201,75 @@ impl Scheduler {
             return self.config.blocks_for(num_wanted) <= self.kv.len(seat);
         }
         sequence.max_output_in_flight() < sequence.max_output && self.try_grow(slot, num_wanted)
+    }
+
+    /// Resident `slot` has prompt tokens to go.
+    fn list_prefill(&mut self, slot: Slot) {
+        let sequence = &self.arena[slot];
+        let seat = sequence.seat().expect("a resident has a seat");
+        let num_blocks = self.config.blocks_for(sequence.num_tokens());
+        let debt = num_blocks.saturating_sub(self.kv.len(seat));
+        self.arena[slot].row.debt = debt;
+        self.pass.debt += debt;
+        self.pass.prefills.push(slot);
+    }
+
+    /// Whether prefills come before decodes in this plan.
+    fn prefills_go_first(&self) -> bool {
+        self.config.share == Share::PrefillFirst
+            && self.num_paused_steps < MAX_PAUSED_STEPS
+            && !self.config.admission.is_static()
+            && self.quarantine.active().is_none()
+    }
+
+    #[inline(never)] // off the path of the common share
+    fn plan_prefills_first(&mut self, buffer: &mut [i32], drafts: &Drafts<'_>) {
+        self.list_prefills();
+        self.budget_time::<true>();
+        self.walk_prefills();
+        self.plan_decodes::<true>(buffer);
+        self.extend_by_drafts(drafts);
+    }
+
+    fn list_prefills(&mut self) {
+        for i in 0..self.residents.len() {
+            let resident = *self.residents.get(i);
+            let slot = resident.handle.slot();
+            if !resident.has_left() && !self.arena[slot].has_sampled {
+                self.list_prefill(slot);
+            }
+        }
+    }
+
+    /// Whether one of the residents from `next` on could decode.
+    fn is_decode_left(&self, next: usize) -> bool {
+        self.residents.settled_from(next).iter().any(|resident| {
+            let slot = resident.handle.slot();
+            !resident.has_left() && !self.has_prefill(slot) && {
+                let sequence = &self.arena[slot];
+                sequence.max_output_in_flight() < sequence.max_output
+            }
+        })
+    }
+
+    /// Whether resident `slot` is among the prefills of this plan, whatever came of it.
+    fn has_prefill(&self, slot: Slot) -> bool {
+        let sequence = &self.arena[slot];
+        !sequence.has_sampled || sequence.row.count > 0
+    }
+
+    /// What is left of the step's target beside the rows that were planned; before any step was seen, that is the first
+    /// prefill's block alone.
+    fn budget_time<const PREFILLS_GO_FIRST: bool>(&mut self) {
+        if self.config.step_target_us > 0 {
+            let size = if PREFILLS_GO_FIRST {
+                Size::default()
+            } else {
+                size_of(&self.pass.rows)
+            };
+            let left = self.cost.left_of(self.config.step_target_us, size);
+            self.pass.cost_left = Some(left.unwrap_or(0));
+        }
     }
 
     /// Drops the rows of those that made room for others since.
@@ -200,6 +292,8 @@ impl Scheduler {
 
     /// Reserves blocks for `num_tokens` tokens of resident `slot`, if need be at the cost of another; `false` if it must
     /// wait, or had to leave itself.
+    #[inline(always)]
+    #[allow(clippy::inline_always, reason = "as `decodes_next`")]
     fn try_grow(&mut self, slot: Slot, num_tokens: u32) -> bool {
         let seat = self.arena[slot].seat().expect("a resident has a seat");
         if num_tokens <= self.kv.len(seat) * self.config.block_size {

@@ -10,21 +10,28 @@ use crate::sequence::Sequence;
 /// What an admission needs, and what there is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Need {
-    /// New blocks for all tokens that it has.
+    /// Blocks for all tokens that it has, but for those that others hold already; one that is only cached has to be
+    /// available like any other.
     pub(super) num_blocks: u32,
+    /// Its leading blocks that others hold.
+    pub(super) num_shared: u32,
     /// Blocks that resident prefills still need.
     pub(super) debt: u32,
     /// Blocks left unused while others run.
     pub(super) watermark: u32,
     pub(super) num_available: u32,
     pub(super) has_seat: bool,
+    /// One more with its adapter may run.
+    pub(super) has_adapter: bool,
 }
 
 impl Need {
     /// Whether it fits beside `num_running` others.
     pub(super) fn is_met(&self, num_running: u32) -> bool {
         let watermark = if num_running == 0 { 0 } else { self.watermark };
-        self.has_seat && Admission::fits(self.num_blocks, self.debt, watermark, self.num_available)
+        self.has_seat
+            && self.has_adapter
+            && Admission::fits(self.num_blocks, self.debt, watermark, self.num_available)
     }
 }
 
@@ -170,30 +177,62 @@ impl Scheduler {
     pub(super) fn displace_for(&mut self, slot: Slot, mut need: Need) -> bool {
         let band = self.own_band(slot);
         let start = self.rank_victims();
+        let emptied = if need.has_adapter {
+            None
+        } else {
+            let Some(adapter) = self.adapter_to_empty(start, band) else {
+                return false;
+            };
+            Some(adapter)
+        };
         let (mut num_running, mut end) = (self.num_running, start);
+        if emptied.is_some() {
+            need.has_adapter = true;
+            for i in start..self.pass.victim_list.len() {
+                let victim = self.pass.victim_list[i].1;
+                if self.goes_with(victim, emptied) && self.may_be_displaced(victim, band) {
+                    self.count_out(&mut need, victim);
+                    num_running -= 1;
+                }
+            }
+        }
         while !need.is_met(num_running) {
             let Some(&(_, victim)) = self.pass.victim_list.get(end) else {
                 return false;
             };
             end += 1;
-            if self.may_be_displaced(victim, band) {
-                need.num_available += self.num_freed_by(victim, &self.pass.hits);
-                // For a group in quarantine no debt was counted.
-                need.debt = need.debt.saturating_sub(self.debt_of(victim));
-                need.has_seat = true;
+            if !self.goes_with(victim, emptied) && self.may_be_displaced(victim, band) {
+                self.count_out(&mut need, victim);
                 num_running -= 1;
             }
         }
-        for i in start..end {
+        for i in start..self.pass.victim_list.len() {
+            if i >= end && emptied.is_none() {
+                break;
+            }
             let victim = self.pass.victim_list[i].1;
-            if self.may_be_displaced(victim, band) {
+            let leaves = i < end || self.goes_with(victim, emptied);
+            if leaves && self.may_be_displaced(victim, band) {
                 self.preempt(victim);
             }
         }
         true
     }
 
-    fn may_be_displaced(&self, victim: Slot, band: i64) -> bool {
+    /// Whether `victim` runs with the adapter that is to be emptied.
+    fn goes_with(&self, victim: Slot, emptied: Option<u64>) -> bool {
+        emptied.is_some_and(|adapter| self.arena[victim].standing.adapter == adapter)
+    }
+
+    /// What there is for `need` once `victim` has left.
+    fn count_out(&self, need: &mut Need, victim: Slot) {
+        need.num_available += self.num_freed_by(victim, &self.pass.hits);
+        // For a group in quarantine no debt was counted.
+        need.debt = need.debt.saturating_sub(self.debt_of(victim));
+        need.has_seat = true;
+    }
+
+    pub(super) fn may_be_displaced(&self, victim: Slot, band: i64) -> bool {
         let is_worse = match self.quarantine.active() {
             Some(_) => !self.is_free_to_run(victim),
             None => self.arena[victim].key.band > band,
@@ -212,13 +251,16 @@ impl Scheduler {
         }
     }
 
-    /// Blocks that come free with `victim`, but for those in `kept`.
+    /// Blocks that come free with `victim`, but for those in `kept`, each of which lies in the column of its own.
     fn num_freed_by(&self, victim: Slot, kept: &[BlockId]) -> u32 {
         let seat = self.arena[victim].seat().expect("a victim has a seat");
         let table = self.kv.table(seat);
         table
             .iter()
-            .filter(|&&block| self.kv.pool.num_holders(block) == 1 && !kept.contains(&block))
+            .enumerate()
+            .filter(|&(column, block)| {
+                self.kv.pool.num_holders(*block) == 1 && kept.get(column) != Some(block)
+            })
             .count() as u32
     }
 }

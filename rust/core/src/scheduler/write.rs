@@ -1,6 +1,7 @@
 //! The end of a plan: its rows are written to the step buffer, and remembered for their commit.
 
 use super::{Drafts, Scheduler};
+use crate::cost::Size;
 use crate::ids::{BlockId, Seat, Slot, StepId};
 use crate::layout::{CHANGE_WORDS, GAINED_WORDS, Sections, StepLayout, flags, header};
 use crate::record::StepRecord;
@@ -239,6 +240,9 @@ impl Scheduler {
         record.num_free_blocks = self.kv.pool.num_free().into();
         record.num_cached_blocks = self.kv.pool.num_cached().into();
         record.num_held_blocks = self.num_held_blocks().into();
+        if self.config.step_target_us > 0 {
+            step.size = size_of(&step.rows);
+        }
         writer.finish(id, self.lost.len(), self.pass.gained.len());
         self.lost.clear();
         self.steps.push(step);
@@ -400,6 +404,17 @@ impl Scheduler {
             kind: RowKind::Padding,
         });
     }
+}
+
+/// What a step's rows ask of the device, by which its time is learned.
+pub(super) fn size_of(rows: &[RowInFlight]) -> Size {
+    rows.iter().fold(Size::default(), |sum, row| {
+        let size = Size::of(row.count, row.end);
+        Size {
+            num_tokens: sum.num_tokens + size.num_tokens,
+            num_attended: sum.num_attended + size.num_attended,
+        }
+    })
 }
 
 /// What every row says of its sequence: whether it samples, on whose behalf, and by whose mask.
