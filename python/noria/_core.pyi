@@ -72,6 +72,7 @@ class StepLayout:
     block_size: int
     num_blocks: int
     max_drafts: int
+    window: int
     max_logits: int
     max_events: int
     offset_lost: int
@@ -167,6 +168,7 @@ class Core:
         forced_moves: int = 0,
         contiguous: bool = False,
         num_kv_events: int = 0,
+        window: int = 0,
         record: bool = False,
     ) -> Core: ...
     @property

@@ -56,7 +56,8 @@ struct Sequence {
     ask: Ask,
     tokens: Vec<i32>,
     max_output: u32,
-    table: Vec<usize>,
+    /// By column; none where a block was given back.
+    table: Vec<Option<usize>>,
     planned: u32,
     computed: u32,
     /// Leading blocks that were offered to the cache.
@@ -82,6 +83,10 @@ impl Sequence {
 
     fn max_output_in_flight(&self) -> u32 {
         self.num_output() + self.num_pending()
+    }
+
+    fn num_held(&self) -> u32 {
+        self.table.iter().flatten().count() as u32
     }
 
     fn ends_in_flight(&self) -> bool {
@@ -265,15 +270,58 @@ impl Naive {
     }
 
     fn release(&mut self, handle: u64) {
-        for at in core::mem::take(&mut self.sequence_mut(handle).table)
-            .into_iter()
-            .rev()
-        {
-            let block = &mut self.blocks[at];
-            block.num_holders -= 1;
-            if block.num_holders == 0 && block.content.is_some() {
-                self.cached.push(at);
+        let table = core::mem::take(&mut self.sequence_mut(handle).table);
+        for at in table.into_iter().rev().flatten() {
+            self.drop_holder(at);
+        }
+    }
+
+    fn drop_holder(&mut self, at: usize) {
+        let block = &mut self.blocks[at];
+        block.num_holders -= 1;
+        if block.num_holders == 0 && block.content.is_some() {
+            self.cached.push(at);
+        }
+    }
+
+    /// Leading blocks that a row from position `start` on does not see.
+    fn behind(&self, start: u32) -> u32 {
+        let block_size = self.config.block_size;
+        let is_seen = |column: u32| (column + 1) * block_size + self.config.window > start + 1;
+        match self.config.window {
+            0 => 0,
+            _ => (0..).take_while(|&column| !is_seen(column)).count() as u32,
+        }
+    }
+
+    fn give_back(&mut self, handle: u64, start: u32) {
+        for column in 0..self.behind(start) as usize {
+            let table = &mut self.sequence_mut(handle).table;
+            if let Some(at) = table.get_mut(column).and_then(Option::take) {
+                self.drop_holder(at);
             }
+        }
+    }
+
+    /// The most blocks that `num_tokens` tokens are held in at once.
+    fn held_for(&self, num_tokens: u32) -> u32 {
+        let config = &self.config;
+        match config.window {
+            0 => self.blocks_for(num_tokens),
+            window => {
+                let most = self.blocks_for(window - 1 + config.max_num_batched_tokens) + 1;
+                self.blocks_for(num_tokens).min(most)
+            }
+        }
+    }
+
+    /// Blocks that the known tokens of `handle` need beside those that it holds.
+    fn to_go(&self, handle: u64) -> u32 {
+        let sequence = self.sequence(handle);
+        let num_more = self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+        match self.config.window {
+            0 => num_more,
+            _ => num_more.min(self.held_for(u32::MAX / 2) - sequence.num_held()),
         }
     }
 
@@ -315,7 +363,7 @@ impl Naive {
             num_holders: 1,
             content: None,
         };
-        self.sequence_mut(handle).table.push(at);
+        self.sequence_mut(handle).table.push(Some(at));
     }
 
     fn content(&self, handle: u64, column: u32) -> Content {
@@ -338,8 +386,9 @@ impl Naive {
             let column = self.sequence(handle).offered;
             let content = self.content(handle, column);
             if self.find(&content).is_none() {
-                let at = self.sequence(handle).table[column as usize];
-                self.blocks[at].content = Some(content);
+                if let Some(at) = self.sequence(handle).table[column as usize] {
+                    self.blocks[at].content = Some(content);
+                }
             }
             self.sequence_mut(handle).offered += 1;
         }
@@ -440,7 +489,9 @@ impl Naive {
         if sequence.max_output_in_flight() >= sequence.max_output {
             return;
         }
-        if self.blocks_for(sequence.planned + 1) > sequence.table.len() as u32 {
+        let start = sequence.planned;
+        self.give_back(handle, start);
+        if self.blocks_for(start + 1) > self.sequence(handle).table.len() as u32 {
             while self.available() == 0 {
                 if !self.make_room(handle) {
                     return;

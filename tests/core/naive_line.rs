@@ -335,14 +335,14 @@ impl Naive {
     /// Blocks that `handle` can ever need.
     pub(super) fn limit_blocks(&self, handle: u64) -> u32 {
         let sequence = self.sequence(handle);
-        self.blocks_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
+        self.held_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
     }
 
     /// Blocks that those running may ever need beside those that they hold.
     pub(super) fn outstanding(&self) -> u32 {
         self.handles(State::Running)
             .into_iter()
-            .map(|handle| self.limit_blocks(handle) - self.sequence(handle).table.len() as u32)
+            .map(|handle| self.limit_blocks(handle) - self.sequence(handle).num_held())
             .sum()
     }
 
@@ -351,7 +351,7 @@ impl Naive {
         let num_decoded = u32::from(self.plan.decodes.contains(&handle));
         let num_tokens = (sequence.planned + num_decoded).max(sequence.num_tokens());
         let last = sequence.ask.prompt.len() as u32 + self.predicted(handle, num_output) - 1;
-        let num_blocks = self.blocks_for(num_tokens).max(sequence.table.len() as u32);
+        let num_blocks = self.held_for(num_tokens).max(sequence.num_held());
         Member {
             handle,
             band: if sequence.state == State::Running {
@@ -361,7 +361,7 @@ impl Naive {
             },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
-            num_own: num_blocks - num_found,
+            num_own: num_blocks.saturating_sub(num_found),
             num_found,
         }
     }
@@ -426,7 +426,7 @@ impl Naive {
         let mut members = self.members();
         let running: u32 = members
             .iter()
-            .map(|member| self.blocks_for(member.num_tokens + member.rest))
+            .map(|member| self.held_for(member.num_tokens + member.rest))
             .sum();
         members.push(self.newcomer(handle, hits));
         let num_blocks = self.config.num_blocks;
@@ -510,6 +510,6 @@ impl Naive {
     /// Blocks that `handle`, which waits, may hold at its end.
     pub(super) fn final_blocks(&self, handle: u64) -> u32 {
         let sequence = self.sequence(handle);
-        self.blocks_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
+        self.held_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
     }
 }

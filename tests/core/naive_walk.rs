@@ -20,6 +20,7 @@ impl Naive {
         let table = &self.sequence(handle).table;
         table
             .iter()
+            .flatten()
             .filter(|&&at| self.blocks[at].num_holders == 1)
             .count() as u32
     }
@@ -71,8 +72,8 @@ impl Naive {
             let most = sequence.ask.prompt.len() as u32 + sequence.max_output - 1;
             let ends_soon = most - sequence.planned <= self.config.block_size
                 || sequence.table.len() as u32 >= self.blocks_for(most);
-            let num_recomputed = self
-                .num_exclusive(handle)
+            let num_behind = sequence.table.len() as u32 - sequence.num_held();
+            let num_recomputed = (self.num_exclusive(handle) + num_behind)
                 .min(self.blocks_for(sequence.planned));
             let key = sequence.key;
             (
@@ -150,7 +151,7 @@ impl Naive {
         (self.handles(State::Waiting).len() as u32).min(self.num_free_seats())
     }
 
-    fn chunk(&self, sequence: &Sequence, hits: &[usize], max_tokens: u32, num_taken: u32) -> u32 {
+    fn chunk(&self, sequence: &Sequence, hits: &[Option<usize>], max_tokens: u32, num_taken: u32) -> u32 {
         let block_size = self.config.block_size;
         let start = sequence.planned + hits.len() as u32 * block_size;
         let remaining = sequence.num_tokens() - start;
@@ -171,7 +172,8 @@ impl Naive {
         if whole > start { whole - start } else { most }
     }
 
-    fn hits(&self, handle: u64) -> Vec<usize> {
+    /// Blocks with which `handle` can go on; none for those that its next row does not see.
+    fn hits(&self, handle: u64) -> Vec<Option<usize>> {
         let sequence = self.sequence(handle);
         let held = sequence.table.len() as u32;
         let is_at_edge = sequence.planned == held * self.config.block_size;
@@ -179,9 +181,23 @@ impl Naive {
             return Vec::new();
         }
         let last = (sequence.num_tokens() - 1) / self.config.block_size;
-        (held..last)
-            .map_while(|column| self.find(&self.content(handle, column)))
-            .collect()
+        let found = |column: u32| self.find(&self.content(handle, column));
+        if self.config.window == 0 {
+            return (held..last)
+                .map_while(|column| found(column).map(Some))
+                .collect();
+        }
+        (held..=last)
+            .rev()
+            .find_map(|end| {
+                let low = self.behind(end * self.config.block_size).max(held);
+                let seen = (low..end)
+                    .map(found)
+                    .collect::<Option<Vec<usize>>>()?;
+                let behind = (held..low).map(|_| None);
+                Some(behind.chain(seen.into_iter().map(Some)).collect())
+            })
+            .unwrap_or_default()
     }
 
     fn go_on(&mut self, handle: u64, num_behind: usize) {
@@ -202,8 +218,9 @@ impl Naive {
         }
     }
 
-    fn num_unheld(&self, hits: &[usize]) -> u32 {
+    fn num_unheld(&self, hits: &[Option<usize>]) -> u32 {
         hits.iter()
+            .flatten()
             .filter(|&&at| self.blocks[at].num_holders == 0)
             .count() as u32
     }
@@ -211,30 +228,33 @@ impl Naive {
     fn advance(
         &mut self,
         handle: u64,
-        hits: &[usize],
+        hits: &[Option<usize>],
         num: u32,
         row: Option<(usize, u32, u32)>,
     ) -> bool {
         let block_size = self.config.block_size;
         let sequence = self.sequence(handle);
         let start = sequence.planned + hits.len() as u32 * block_size;
-        let most_blocks = sequence.table.len() as u32 + hits.len() as u32 + self.available()
+        self.give_back(handle, row.map_or(start, |(_, start, _)| start));
+        let most_blocks = self.sequence(handle).table.len() as u32 + hits.len() as u32 + self.available()
             - self.num_unheld(hits);
         if most_blocks * block_size <= start {
             return false;
         }
         let end = (start + num).min(most_blocks * block_size);
-        for &at in hits {
-            self.cached.retain(|&cached| cached != at);
-            self.blocks[at].num_holders += 1;
-            self.sequence_mut(handle).table.push(at);
+        for &hit in hits {
+            if let Some(at) = hit {
+                self.cached.retain(|&cached| cached != at);
+                self.blocks[at].num_holders += 1;
+            }
+            self.sequence_mut(handle).table.push(hit);
         }
         while (self.sequence(handle).table.len() as u32) < self.blocks_for(end) {
             self.take_block(handle);
         }
         let sequence = self.sequence_mut(handle);
         if !hits.is_empty() {
-            sequence.num_found += hits.len() as u32;
+            sequence.num_found += hits.iter().flatten().count() as u32;
             sequence.offered = start / block_size;
             sequence.computed += hits.len() as u32 * block_size;
         }
@@ -254,14 +274,9 @@ impl Naive {
 
     /// Blocks that the known tokens of running prefills still need.
     fn debt(&self) -> u32 {
-        let owing = self
-            .handles(State::Running)
-            .into_iter()
-            .map(|handle| self.sequence(handle));
-        let prefills = owing.filter(|sequence| !sequence.has_sampled);
-        prefills
-            .map(|sequence| self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32)
-            .sum()
+        let mut owing = self.handles(State::Running);
+        owing.retain(|&handle| !self.sequence(handle).has_sampled);
+        owing.into_iter().map(|handle| self.to_go(handle)).sum()
     }
 
     /// Those that are blocked let only their own band pass, and only if a seat is left.
@@ -310,7 +325,7 @@ impl Naive {
         if let Err(entry) = self.clear_the_way(handle, &hits) {
             return entry;
         }
-        self.note_entry(handle, hits.len() as u32);
+        self.note_entry(handle, hits.iter().flatten().count() as u32);
         self.leave(handle);
         let key = self.key(handle);
         let num_hit_tokens = hits.len() as u32 * self.config.block_size;
@@ -327,15 +342,17 @@ impl Naive {
     }
 
     /// Makes seat and blocks available for a newcomer, at the cost of worse bands; all or nothing.
-    fn clear_the_way(&mut self, handle: u64, hits: &[usize]) -> Result<(), Entry> {
+    fn clear_the_way(&mut self, handle: u64, hits: &[Option<usize>]) -> Result<(), Entry> {
         let is_reserved = self.config.admission == Admission::Reserve;
-        let num_wanted = if is_reserved {
-            self.limit_blocks(handle)
-        } else {
-            self.blocks_for(self.sequence(handle).num_tokens())
+        let num_hits = hits.iter().flatten().count() as u32;
+        let num_behind = hits.len() as u32 - num_hits;
+        let num_columns = self.blocks_for(self.sequence(handle).num_tokens());
+        let num_wanted = match (is_reserved, self.config.window) {
+            (true, _) => self.limit_blocks(handle),
+            (false, 0) => num_columns,
+            (false, _) => (num_columns - num_behind).min(self.held_for(u32::MAX / 2)),
         };
-        let num_hits = hits.len() as u32;
-        let num_new = num_wanted - num_hits;
+        let num_new = num_wanted.saturating_sub(num_hits);
         let mut num_available = self.available() - self.num_unheld(hits);
         let mut debt = if is_reserved {
             self.outstanding()
@@ -388,12 +405,14 @@ impl Naive {
                 return Err(stuck);
             };
             let sequence = self.sequence(victim);
-            let freed = |&&at: &&usize| self.blocks[at].num_holders == 1 && !hits.contains(&at);
-            num_available += sequence.table.iter().filter(freed).count() as u32;
+            let freed = |at: &&usize| {
+                self.blocks[**at].num_holders == 1 && !hits.contains(&Some(**at))
+            };
+            num_available += sequence.table.iter().flatten().filter(freed).count() as u32;
             if is_reserved {
-                debt -= self.limit_blocks(victim) - sequence.table.len() as u32;
+                debt -= self.limit_blocks(victim) - sequence.num_held();
             } else if !sequence.has_sampled {
-                debt -= self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+                debt -= self.to_go(victim);
             }
             has_seat = true;
             num_running -= 1;

@@ -45,6 +45,7 @@ fn traffic(scope: Scope, num_cases: u32) {
         scope.has_resizes && !scope.is_static,
         "{seen:?}"
     );
+    assert_eq!(seen.window_blocks > 0, !scope.is_static, "{seen:?}");
     assert_eq!(
         seen.ghosts > 0 && seen.padding > 0,
         scope.is_static,

@@ -81,6 +81,7 @@ prop_compose! {
         max_queued in prop_oneof![4 => Just(64u32), 1 => 1u32..=4],
         (max_moves, forced_moves) in (prop_oneof![1 => Just(0u32), 4 => 1u32..=3, 4 => Just(64u32)], 0u32..=3),
         is_contiguous in prop::bool::weighted(0.3),
+        window in prop_oneof![3 => Just(0u32), 2 => 1u32..=12],
     ) -> Config {
         let contiguous = is_contiguous && scope.has_resizes && !scope.is_static;
         Config {
@@ -116,6 +117,7 @@ prop_compose! {
             forced_moves: if contiguous { 0 } else { forced_moves.min(max_moves) },
             contiguous,
             num_kv_events: 1024,
+            window: if contiguous || scope.is_static { 0 } else { window },
         }
     }
 }

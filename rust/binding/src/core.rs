@@ -120,6 +120,7 @@ impl Core {
         forced_moves = 0,
         contiguous = false,
         num_kv_events = 0,
+        window = 0,
         record = false,
     ))]
     #[allow(
@@ -157,6 +158,7 @@ impl Core {
         forced_moves: u32,
         contiguous: bool,
         num_kv_events: u32,
+        window: u32,
         record: bool,
     ) -> PyResult<Self> {
         let key = errors::chosen(py, "scheduling_policy", scheduling_policy, &KEYS)?;
@@ -190,6 +192,7 @@ impl Core {
             forced_moves,
             contiguous,
             num_kv_events,
+            window,
         };
         let scheduler = if record {
             Scheduler::recorded(config)

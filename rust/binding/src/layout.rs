@@ -34,6 +34,7 @@ step_layout! {
     block_size,
     num_blocks,
     max_drafts,
+    window,
     max_logits,
     max_events,
     offset_lost,

@@ -4,7 +4,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
 use crate::accounts::AccountId;
-use crate::ids::{BlockId, Slot};
+use crate::ids::{BlockId, Seat, Slot};
 use crate::kv::Kv;
 use crate::policy::Admission;
 use crate::scheduler::Scheduler;
@@ -109,7 +109,7 @@ impl Scheduler {
             let most_tokens = sequence.num_prompt + sequence.max_output - 1;
             assert_eq!(
                 standing.num_limit_blocks,
-                self.config.blocks_for(most_tokens),
+                self.config.held_blocks_for(most_tokens),
                 "blocks that a request can need"
             );
             let is_waiting = sequence.state == State::Waiting;
@@ -173,7 +173,12 @@ impl Scheduler {
             let Some(seat) = sequence.seat() else {
                 continue;
             };
-            for &block in kv.table(seat) {
+            let (behind, held) = kv.table(seat).split_at(kv.num_behind(seat) as usize);
+            assert!(
+                behind.iter().all(|&block| block == BlockId(0)),
+                "what was given back is block 0"
+            );
+            for &block in held {
                 assert!(
                     block.0 >= 1 && block.0 <= kv.pool.num_ever(),
                     "block {} is in the pool",
@@ -312,6 +317,29 @@ impl Scheduler {
         }
     }
 
+    /// What was given back is seen by no later row, and what is kept is bounded.
+    fn check_window(&self, slot: Slot, sequence: &Sequence, seat: Seat) {
+        let num_behind = self.kv.num_behind(seat);
+        let handle = self.arena.handle(slot);
+        // Drafts may all be rejected.
+        let num_doubtful: u32 = self
+            .steps
+            .iter()
+            .flat_map(|step| &step.rows)
+            .filter(|row| row.handle == handle && row.residency == sequence.residency)
+            .map(|row| u32::from(row.max_ids).saturating_sub(1))
+            .sum();
+        let next = sequence.num_planned - num_doubtful;
+        assert!(
+            num_behind <= self.config.num_blocks_behind(next),
+            "{num_behind} blocks were given back of a sequence that goes on from {next}"
+        );
+        assert!(
+            self.config.window == 0 || self.kv.num_held(seat) <= self.limit_blocks(slot),
+            "a sequence holds what its window and a row lie in"
+        );
+    }
+
     fn check_sequence(&self, slot: Slot, sequence: &Sequence) {
         let num_tokens = sequence.num_tokens();
         assert_eq!(sequence.row, PlannedRow::default(), "no plan is being made");
@@ -355,6 +383,7 @@ impl Scheduler {
             sequence.num_sent, num_entries,
             "the runner was told the whole table"
         );
+        self.check_window(slot, sequence, seat);
         if !sequence.is_ghost() && sequence.has_sampled {
             assert_eq!(
                 sequence.num_planned + 1,
@@ -370,7 +399,7 @@ impl Scheduler {
             );
         }
         // A block that others can find, and that this sequence claims as its prefix, holds this sequence's tokens.
-        for column in 0..sequence.num_registered {
+        for column in self.kv.num_behind(seat)..sequence.num_registered {
             let block = self.kv.table(seat)[column as usize];
             if self.kv.cache.is_registered(block) {
                 assert_eq!(

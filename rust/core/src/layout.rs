@@ -85,6 +85,8 @@ pub struct StepLayout {
     pub block_size: usize,
     pub num_blocks: usize,
     pub max_drafts: usize,
+    /// Tokens that a token sees; 0 for all.
+    pub window: usize,
     pub max_logits: usize,
     /// Events that one `plan` or `commit` reports at most, beside those of `finish` and `fail` before it.
     pub max_events: usize,
@@ -163,6 +165,7 @@ impl StepLayout {
             block_size,
             num_blocks: config.num_blocks as usize,
             max_drafts: num_drafts,
+            window: config.window as usize,
             max_logits: seats * (num_drafts + 1),
             max_events: seats * (num_drafts + 4) + 64,
         }

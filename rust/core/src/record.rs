@@ -69,6 +69,8 @@ step_record! {
     num_finished,
     /// Blocks that it moved.
     num_moves,
+    /// Blocks behind the window that its plan gave back.
+    num_window_blocks,
     /// Admissions that failed in its plan, and in those since the step before, for want of a run of free blocks.
     num_run_misses,
     /// Requests waiting after its plan.

@@ -13,7 +13,7 @@ use crate::policy::{Admission, KeyPolicy};
 use crate::request::{FinishReason, Request};
 use crate::scheduler::{Drafts, Planned, Scheduler};
 
-const MAGIC: [u8; 8] = *b"noria\0r3";
+const MAGIC: [u8; 8] = *b"noria\0r4";
 
 const SUBMIT: u8 = 1;
 const PLAN: u8 = 2;
@@ -62,6 +62,7 @@ impl Recorder {
             config.forced_moves,
             u32::from(config.contiguous),
             config.num_kv_events,
+            config.window,
         ] {
             recorder.u64(value.into());
         }
@@ -274,6 +275,7 @@ impl<'a> Reader<'a> {
             forced_moves: self.u32()?,
             contiguous: self.u32()? != 0,
             num_kv_events: self.u32()?,
+            window: self.u32()?,
             max_queued_tokens: 0,
             hash_seed: 0,
         };

@@ -315,8 +315,9 @@ impl Sequence {
         self.num_rows_in_flight -= 1;
     }
 
-    /// A row has been written, and the runner told the whole table.
-    pub(crate) fn settle_plain(&mut self, block_size: u32) {
+    /// A row has been written, and the runner told the whole table; from position `next_release` on a row leaves a block
+    /// behind.
+    pub(crate) fn settle_plain(&mut self, block_size: u32, next_release: u32) {
         let is_plain = self.has_sampled
             && self.is_running()
             && !self.host_masked
@@ -324,7 +325,9 @@ impl Sequence {
             && self.num_padding_owed == 0;
         self.plain_until = if is_plain {
             // The last output token is never computed.
-            (self.num_sent * block_size).min(self.num_prompt + self.max_output - 1)
+            (self.num_sent * block_size)
+                .min(self.num_prompt + self.max_output - 1)
+                .min(next_release)
         } else {
             0
         };

@@ -55,6 +55,8 @@ struct Arrays {
 pub(crate) struct NullRunner {
     layout: StepLayout,
     vocab_size: u32,
+    window: usize,
+    has_drafts: bool,
     block_tables: Vec<i32>,
     last_token: Vec<i64>,
     num_computed_tokens: Vec<i64>,
@@ -73,6 +75,8 @@ impl NullRunner {
         Self {
             layout: *layout,
             vocab_size: config.vocab_size,
+            window: config.window as usize,
+            has_drafts: config.max_drafts > 0,
             block_tables: vec![0; seats * layout.max_blocks_per_seq],
             last_token: vec![-1; seats],
             num_computed_tokens: vec![-1; seats],
@@ -295,7 +299,9 @@ impl NullRunner {
             } else {
                 0
             };
-            for position in 0..end - num_drafts {
+            let first = self.first_seen(end - of.count as usize);
+            self.check_behind(of.seat, first);
+            for position in first..end - num_drafts {
                 let slot = self.slot(of.seat, position);
                 let expected = self.truth(of).kv(position);
                 assert_eq!(
@@ -305,6 +311,25 @@ impl NullRunner {
                 );
             }
         }
+    }
+
+    /// The first position that a row sees that begins at `start`.
+    fn first_seen(&self, start: usize) -> usize {
+        match self.window {
+            0 => 0,
+            window => (start + 1).saturating_sub(window),
+        }
+    }
+
+    /// A table's entries wholly before position `first` are nobody's. Where drafts are moved, one that was cleared may be
+    /// told again.
+    fn check_behind(&self, seat: usize, first: usize) {
+        let table = &self.block_tables[seat * self.layout.max_blocks_per_seq..];
+        let num_behind = first / self.layout.block_size;
+        assert!(
+            self.has_drafts || table[..num_behind].iter().all(|&block| block == 0),
+            "what is behind the window is block 0"
+        );
     }
 
     /// A guess of the device: now right, now wrong.

@@ -18,6 +18,7 @@ pub(crate) struct Seen {
     pub(crate) slides: u64,
     pub(crate) shrinks: u64,
     pub(crate) growths: u64,
+    pub(crate) window_blocks: u64,
 }
 
 impl Seen {
@@ -37,5 +38,6 @@ impl Seen {
         self.slides += other.slides;
         self.shrinks += other.shrinks;
         self.growths += other.growths;
+        self.window_blocks += other.window_blocks;
     }
 }

@@ -275,6 +275,7 @@ impl World {
         assert_eq!(record.num_wasted_tokens, totals.wasted);
         assert_eq!(record.num_finished, totals.finished);
         self.seen.wasted_tokens += totals.wasted as u64;
+        self.seen.window_blocks += record.num_window_blocks as u64;
         true
     }
 
@@ -360,7 +361,17 @@ impl World {
         self.check();
         let blocks_at_most = |account: &Account| {
             let num_tokens = account.ask.prompt.len() as u32 + account.max_output - 1;
-            num_tokens.div_ceil(self.config.block_size)
+            let config = &self.config;
+            let num_doubtful = match config.max_drafts {
+                0 => 0,
+                num_drafts => config.depth * (num_drafts + 1),
+            };
+            let seen = config.window + config.max_num_batched_tokens + num_doubtful - 1;
+            let most = match config.window {
+                0 => u32::MAX,
+                _ => seen.div_ceil(config.block_size) + 1,
+            };
+            num_tokens.div_ceil(config.block_size).min(most)
         };
         let most = self
             .ledger

@@ -187,6 +187,7 @@ impl Scheduler {
     /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
     fn find_hits(&mut self, slot: Slot) {
         self.pass.hits.clear();
+        self.pass.num_behind = 0;
         let block_size = self.config.block_size;
         let sequence = &mut self.arena[slot];
         let held = sequence.seat().map_or(0, |seat| self.kv.len(seat));
@@ -203,6 +204,10 @@ impl Scheduler {
         if sequence.seat().is_some() {
             last = last
                 .min(held + (self.layout.max_blocks_per_seq - self.pass.num_hit_changes) as u32);
+        }
+        if self.config.window > 0 {
+            self.find_window(slot, held, last);
+            return;
         }
         for column in held..last {
             let Some(block) = self.find_block(slot, column) else {
@@ -223,7 +228,7 @@ impl Scheduler {
 
     /// Blocks that a reservation could take beside `pass.hits`.
     fn num_available_beside_hits(&self) -> u32 {
-        let is_cached = |block| self.kv.pool.num_holders(block) == 0;
+        let is_cached = |block| block != BlockId(0) && self.kv.pool.num_holders(block) == 0;
         let num_cached_hits = self
             .pass
             .hits
@@ -241,28 +246,30 @@ impl Scheduler {
         let seat = sequence.seat().expect("a resident has a seat");
         let num_hits = self.pass.hits.len() as u32;
         let start = sequence.num_planned + num_hits * block_size;
+        let first = match sequence.row.count {
+            0 => start,
+            _ => sequence.row.start,
+        };
+        if self.config.window > 0 {
+            self.release_behind(slot, seat, first);
+            self.settle_debt(slot, seat);
+        }
         let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
         if reach <= start {
             return false;
         }
         let end = (start + num_tokens).min(reach);
-        let held_before = self.kv.len(seat);
-        for i in 0..self.pass.hits.len() {
-            self.kv.push_hit(seat, self.pass.hits[i]);
-        }
+        self.push_hits(seat);
         self.kv
             .try_reserve(seat, self.config.blocks_for(end))
             .expect("what is available was counted");
-        let num_settled = self.kv.len(seat) - held_before;
+        self.settle_debt(slot, seat);
         self.tally.num_prefix_hit_tokens += i64::from(num_hits * block_size);
 
         let sequence = &mut self.arena[slot];
-        let num_settled = num_settled.min(sequence.row.debt);
-        sequence.row.debt -= num_settled;
-        self.pass.debt -= num_settled;
         let is_new_row = sequence.row.count == 0;
         if num_hits > 0 {
-            sequence.standing.num_hit_blocks += num_hits;
+            sequence.standing.num_hit_blocks += num_hits - self.pass.num_behind;
             sequence.num_registered = start / block_size;
             sequence.num_computed += num_hits * block_size;
             if sequence.num_sent > 0 {
@@ -371,12 +378,13 @@ impl Scheduler {
         let max_tokens =
             self.share_of(num_residents_behind + self.num_open_newcomers().saturating_sub(1));
         let num_tokens = self.chunk(slot, max_tokens);
-        let num_blocks = self.config.blocks_for(if self.config.contiguous {
+        let num_columns = self.config.blocks_for(if self.config.contiguous {
             self.arena[slot].most_tokens()
         } else {
             self.arena[slot].num_tokens()
         });
-        let num_table_blocks = self.pass.num_gained_blocks + num_blocks as usize;
+        let num_blocks = self.num_blocks_at_once(num_columns);
+        let num_table_blocks = self.pass.num_gained_blocks + num_columns as usize;
         if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
             return Entry::Closed;
         }
@@ -402,7 +410,7 @@ impl Scheduler {
             return Entry::Closed;
         }
         let num_hits = self.pass.hits.len() as u32;
-        self.note_entry(slot, num_hits);
+        self.note_entry(slot, self.num_found());
         let seat = self.seat_newcomer(turn, num_hits * self.config.block_size);
         if self.config.contiguous {
             self.kv
@@ -412,7 +420,7 @@ impl Scheduler {
             self.arena[slot].row.debt = num_blocks;
             self.pass.debt += num_blocks;
         }
-        self.pass.num_gained_blocks += num_blocks as usize;
+        self.pass.num_gained_blocks += num_columns as usize;
         let has_advanced = self.try_advance(slot, num_tokens);
         assert!(has_advanced, "an admission was counted to fit");
         Entry::Taken
@@ -420,12 +428,12 @@ impl Scheduler {
 
     /// What `slot` needs to enter, with `num_blocks` for the tokens that it has.
     fn need(&self, slot: Slot, num_blocks: u32) -> Need {
-        let num_hits = self.pass.hits.len() as u32;
+        let num_hits = self.num_found();
         let is_confined = self.quarantine.active().is_some();
         let is_reserved = self.config.admission == Admission::Reserve && !is_confined;
         Need {
             num_blocks: if is_reserved {
-                self.limit_blocks(slot) - num_hits
+                self.limit_blocks(slot).saturating_sub(num_hits)
             } else {
                 num_blocks - num_hits
             },

@@ -157,7 +157,7 @@ impl Scheduler {
         if !is_forecast || self.num_running == 0 || is_confined {
             return Outlook::Fits;
         }
-        let num_found = self.pass.hits.len() as u32;
+        let num_found = self.num_found();
         let num_new = u64::from(self.limit_blocks(slot) - num_found);
         let fits_at_most = self.num_outstanding_blocks() + num_new <= u64::from(need.num_available);
         if fits_at_most && (!self.is_early() || self.spacing(slot).is_none()) {
@@ -179,7 +179,7 @@ impl Scheduler {
         if self.config.admission != Admission::Peak || self.quarantine.active().is_some() {
             return true;
         }
-        let newcomer = self.member_to_be(slot, self.pass.hits.len() as u32);
+        let newcomer = self.member_to_be(slot, self.num_found());
         if self.has_nobody_up_to(newcomer.band) {
             return true;
         }
@@ -229,8 +229,8 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let num_tokens = sequence.num_planned.max(sequence.num_tokens());
         let last = sequence.num_prompt + predicted_output - 1;
-        let num_held = sequence.seat().map_or(0, |seat| self.kv.len(seat));
-        let num_blocks = self.config.blocks_for(num_tokens).max(num_held);
+        let num_held = sequence.seat().map_or(0, |seat| self.kv.num_held(seat));
+        let num_blocks = self.config.held_blocks_for(num_tokens).max(num_held);
         Member {
             handle: self.arena.handle(slot),
             band: if sequence.is_running() {
@@ -240,7 +240,7 @@ impl Scheduler {
             },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
-            num_own: num_blocks - num_found,
+            num_own: num_blocks.saturating_sub(num_found), // some were given back since
             num_found,
         }
     }
@@ -337,7 +337,7 @@ impl Scheduler {
             .forecast
             .members
             .iter()
-            .map(|member| u64::from(self.config.blocks_for(member.num_tokens + member.rest)))
+            .map(|member| u64::from(self.config.held_blocks_for(member.num_tokens + member.rest)))
             .sum();
         running + self.num_demanded_blocks > u64::from(self.config.num_blocks)
     }

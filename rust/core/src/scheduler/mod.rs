@@ -15,6 +15,7 @@ mod plan;
 mod quarantine;
 mod residents;
 mod victim;
+mod window;
 mod write;
 
 use alloc::vec::Vec;
@@ -194,7 +195,7 @@ impl Scheduler {
         let account = self.accounts.open(request.tenant);
         let num_tokens = request.prompt_token_ids.len() as u32 + max_output - 1;
         let standing = Standing {
-            num_limit_blocks: self.config.blocks_for(num_tokens),
+            num_limit_blocks: self.config.held_blocks_for(num_tokens),
             ..Standing::new(request, account, self.next_arrival, now_us)
         };
         self.next_arrival += 1;
@@ -239,7 +240,7 @@ impl Scheduler {
         let room = config.max_model_len - prompt.len() as u32;
         let max_output = request.max_tokens.min(room.into()) as u32;
         // The last output token is never computed, so it needs no slot.
-        let num_blocks = config.blocks_for(prompt.len() as u32 + max_output - 1);
+        let num_blocks = config.held_blocks_for(prompt.len() as u32 + max_output - 1);
         if num_blocks > config.num_blocks {
             return Err(Reject::NeverFits {
                 num_blocks,

@@ -45,6 +45,8 @@ pub(crate) struct Pass {
     pub(crate) runs: Vec<(BlockId, Slot)>,
     /// Cached or planned blocks with which the prefill at hand could go on.
     pub(crate) hits: Vec<BlockId>,
+    /// The first of those, which are block 0: they lie behind the window.
+    pub(crate) num_behind: u32,
     /// Tokens left of the budget.
     pub(crate) num_left: u32,
     /// Blocks that resident prefills still need.
@@ -84,6 +86,7 @@ impl Pass {
             wants_run: false,
             runs: Vec::new(),
             hits: Vec::with_capacity(layout.max_blocks_per_seq),
+            num_behind: 0,
             num_left: 0,
             debt: 0,
             num_partial: 0,

@@ -153,8 +153,7 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         if !sequence.has_sampled || sequence.num_padding_owed > 0 {
-            let num_blocks = self.config.blocks_for(sequence.num_tokens());
-            let debt = num_blocks.saturating_sub(self.kv.len(seat));
+            let debt = self.num_blocks_to_go(slot, seat);
             self.arena[slot].row.debt = debt;
             self.pass.debt += debt;
             self.pass.prefills.push(slot);
@@ -193,6 +192,7 @@ impl Scheduler {
     /// wait, or had to leave itself.
     fn try_grow(&mut self, slot: Slot, num_tokens: u32) -> bool {
         let seat = self.arena[slot].seat().expect("a resident has a seat");
+        self.release_behind(slot, seat, num_tokens - 1);
         if num_tokens <= self.kv.len(seat) * self.config.block_size {
             return true;
         }

@@ -150,9 +150,8 @@ impl Scheduler {
             is_band_best,
             ends_soon: most_tokens - num_computed <= self.config.block_size
                 || self.kv.len(seat) >= self.config.blocks_for(most_tokens),
-            num_recomputed: self
-                .kv
-                .num_exclusive(seat)
+            // What lies behind the window is computed again for what hangs on it.
+            num_recomputed: (self.kv.num_exclusive(seat) + self.kv.num_behind(seat))
                 .min(self.config.blocks_for(num_computed)),
             key: Reverse(sequence.key),
         }
@@ -206,7 +205,7 @@ impl Scheduler {
         match self.config.admission {
             Admission::Reserve => {
                 let seat = self.arena[victim].seat().expect("a victim has a seat");
-                self.limit_blocks(victim) - self.kv.len(seat)
+                self.limit_blocks(victim) - self.kv.num_held(seat)
             }
             _ => self.arena[victim].row.debt,
         }

@@ -133,12 +133,13 @@ impl<'a> Writer<'a> {
         seat: Seat,
         table: &[BlockId],
         block_size: u32,
+        next_release: u32,
     ) {
         for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
             self.change(seat, column, block.0);
         }
         sequence.num_sent = table.len() as u32;
-        sequence.settle_plain(block_size);
+        sequence.settle_plain(block_size, next_release);
     }
 
     fn change(&mut self, seat: Seat, column: usize, block: u32) {
@@ -343,7 +344,9 @@ impl Scheduler {
         if planned.num_drafts > 0 {
             writer.lengthen(row, planned.num_drafts);
         }
-        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
+        let table = self.kv.table(seat);
+        let next_release = self.config.next_release(self.kv.num_behind(seat));
+        writer.send_table(sequence, seat, table, self.config.block_size, next_release);
     }
 
     fn write_prefill(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
@@ -369,7 +372,9 @@ impl Scheduler {
             max_ids,
             kind,
         });
-        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
+        let table = self.kv.table(seat);
+        let next_release = self.config.next_release(self.kv.num_behind(seat));
+        writer.send_table(sequence, seat, table, self.config.block_size, next_release);
     }
 
     fn write_padding(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
