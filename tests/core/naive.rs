@@ -64,6 +64,8 @@ struct Sequence {
     offered: u32,
     has_sampled: bool,
     residency: u32,
+    /// On the host: blocks, tokens, and the step that copied them.
+    swapped: Option<(u32, u32, u64)>,
     /// Rows in flight: residency, whether it samples.
     in_flight: Vec<(u32, bool)>,
 }
@@ -106,6 +108,8 @@ struct Plan {
     owing: Vec<u64>,
     gone: Vec<u64>,
     told: Vec<Told>,
+    num_swapped_out: u32,
+    num_swapped_in: u32,
     num_certain: Option<u32>,
     ranking: Option<Vec<u64>>,
     members: Option<Vec<line::Member>>,
@@ -121,6 +125,8 @@ pub(crate) struct Naive {
     sequences: BTreeMap<u64, Sequence>,
     /// Handles and residencies of each step's rows.
     steps: Vec<Vec<(u64, u32, u32, bool)>>,
+    /// Host blocks that a step copies back: the step, how many.
+    pinned: Vec<(u64, u32)>,
     next_arrival: u64,
     next_step: u64,
     tenants: BTreeMap<u64, line::Tenant>,
@@ -148,6 +154,7 @@ impl Naive {
             cached: Vec::new(),
             sequences: BTreeMap::new(),
             steps: Vec::new(),
+            pinned: Vec::new(),
             next_arrival: 0,
             next_step: 1,
             tenants: BTreeMap::new(),
@@ -192,6 +199,7 @@ impl Naive {
             offered: 0,
             has_sampled: false,
             residency: 0,
+            swapped: None,
             in_flight: Vec::new(),
         };
         self.next_arrival += 1;
@@ -325,7 +333,36 @@ impl Naive {
         }
     }
 
+    fn num_committed(&self) -> u64 {
+        self.next_step - 1 - self.steps.len() as u64
+    }
+
+    /// What a step copies to the host, or back, at most.
+    fn max_swaps(&self) -> u32 {
+        let config = &self.config;
+        let columns = self.blocks_for(config.max_model_len);
+        let gained = (columns + 64 * config.max_num_seqs).min(config.max_num_seqs * columns);
+        gained.min(config.num_swap_blocks)
+    }
+
+    fn swap_out(&mut self, handle: u64) {
+        let sequence = self.sequence(handle);
+        let num_tokens = sequence.planned;
+        let columns = &sequence.table[..self.blocks_for(num_tokens) as usize];
+        let num_blocks = columns.iter().flatten().count() as u32;
+        let waiting = self.sequences.values().filter_map(|other| other.swapped);
+        let num_taken = waiting.map(|swapped| swapped.0).sum::<u32>()
+            + self.pinned.iter().map(|pin| pin.1).sum::<u32>();
+        let room = self.max_swaps() - self.plan.num_swapped_out;
+        let fits = num_blocks <= room && num_taken + num_blocks <= self.config.num_swap_blocks;
+        if num_blocks > 0 && fits {
+            self.plan.num_swapped_out += num_blocks;
+            self.sequence_mut(handle).swapped = Some((num_blocks, num_tokens, self.next_step));
+        }
+    }
+
     fn preempt(&mut self, handle: u64) {
+        self.swap_out(handle);
         self.release(handle);
         let sequence = self.sequence_mut(handle);
         sequence.state = State::Waiting;
@@ -397,6 +434,8 @@ impl Naive {
     /// Commits the oldest step with what each row sampled; those that ended.
     pub(crate) fn commit(&mut self, num_ids: &[i32], mut ids: &[i32]) {
         let rows = self.steps.remove(0);
+        let num_committed = self.num_committed();
+        self.pinned.retain(|pin| pin.0 > num_committed);
         for (row, &num) in rows.iter().zip(num_ids) {
             if num > 0 && self.sequences.contains_key(&row.0) {
                 let weight = u64::from(self.config.fair_output_weight);
@@ -473,6 +512,12 @@ impl Naive {
         if !step.is_empty() {
             self.steps.push(step);
             self.next_step += 1;
+        } else {
+            // What came to nothing copies nothing.
+            let next_step = self.next_step;
+            for sequence in self.sequences.values_mut() {
+                sequence.swapped = sequence.swapped.filter(|swapped| swapped.2 < next_step);
+            }
         }
         (rows, core::mem::take(&mut self.plan.told))
     }

@@ -7,6 +7,50 @@ use noria_core::{Admission, KeyPolicy};
 use super::line::Outlook;
 use super::{Key, Naive, Sequence, State, Told};
 
+/// What a sequence that goes on finds of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hit {
+    Found(usize),
+    /// Its next row does not see it.
+    Behind,
+    /// It is copied back from the host.
+    Copied,
+}
+
+impl Hit {
+    fn found(&self) -> Option<usize> {
+        match *self {
+            Self::Found(at) => Some(at),
+            Self::Behind | Self::Copied => None,
+        }
+    }
+}
+
+/// Blocks without which a sequence need not compute, and where it goes on.
+#[derive(Debug)]
+struct Way {
+    hits: Vec<Hit>,
+    start: u32,
+}
+
+impl Way {
+    fn num(&self, is_counted: impl Fn(&Hit) -> bool) -> u32 {
+        self.hits.iter().filter(|hit| is_counted(hit)).count() as u32
+    }
+
+    fn num_found(&self) -> u32 {
+        self.num(|hit| hit.found().is_some())
+    }
+
+    fn num_copied(&self) -> u32 {
+        self.num(|&hit| hit == Hit::Copied)
+    }
+
+    fn num_behind(&self) -> u32 {
+        self.num(|&hit| hit == Hit::Behind)
+    }
+}
+
 /// What came of a try to admit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Entry {
@@ -121,9 +165,13 @@ impl Naive {
             let (handle, start, count) = self.plan.prefills[i];
             let sequence = self.sequence(handle);
             let remaining = sequence.num_tokens() - sequence.planned;
-            if self.plan.left > 0 && remaining > 0 && self.hits(handle).is_empty() {
-                let num = self.chunk(sequence, &[], self.plan.left, count);
-                self.advance(handle, &[], num, Some((i, start, count)));
+            if self.plan.left > 0 && remaining > 0 && self.cached(handle).is_empty() {
+                let way = Way {
+                    hits: Vec::new(),
+                    start: sequence.planned,
+                };
+                let num = self.chunk(sequence, way.start, self.plan.left, count);
+                self.advance(handle, &way, num, Some((i, start, count)));
             }
         }
     }
@@ -151,9 +199,8 @@ impl Naive {
         (self.handles(State::Waiting).len() as u32).min(self.num_free_seats())
     }
 
-    fn chunk(&self, sequence: &Sequence, hits: &[Option<usize>], max_tokens: u32, num_taken: u32) -> u32 {
+    fn chunk(&self, sequence: &Sequence, start: u32, max_tokens: u32, num_taken: u32) -> u32 {
         let block_size = self.config.block_size;
-        let start = sequence.planned + hits.len() as u32 * block_size;
         let remaining = sequence.num_tokens() - start;
         let most = match self.config.long_prefill_token_threshold {
             0 => self.plan.left,
@@ -172,8 +219,38 @@ impl Naive {
         if whole > start { whole - start } else { most }
     }
 
-    /// Blocks with which `handle` can go on; none for those that its next row does not see.
-    fn hits(&self, handle: u64) -> Vec<Option<usize>> {
+    /// How `handle` can go on: by the cache, or by what it has on the host where that reaches further.
+    fn way(&self, handle: u64) -> Way {
+        let sequence = self.sequence(handle);
+        let block_size = self.config.block_size;
+        let hits = self.cached(handle);
+        let start = sequence.planned + hits.len() as u32 * block_size;
+        let Some((_, num_tokens, _)) = sequence.swapped else {
+            return Way { hits, start };
+        };
+        let end = num_tokens.min(sequence.num_tokens() - 1);
+        if end <= start {
+            return Way { hits, start };
+        }
+        let finds = self.config.enable_prefix_caching && sequence.ask.reads_prefix_cache;
+        let hit = |column: u32| {
+            if column < self.behind(end) {
+                return Hit::Behind;
+            }
+            let is_full = (column + 1) * block_size <= end;
+            let found = (finds && is_full)
+                .then(|| self.find(&self.content(handle, column)))
+                .flatten();
+            found.map_or(Hit::Copied, Hit::Found)
+        };
+        Way {
+            hits: (0..self.blocks_for(end)).map(hit).collect(),
+            start: end,
+        }
+    }
+
+    /// Blocks of the cache with which `handle` can go on.
+    fn cached(&self, handle: u64) -> Vec<Hit> {
         let sequence = self.sequence(handle);
         let held = sequence.table.len() as u32;
         let is_at_edge = sequence.planned == held * self.config.block_size;
@@ -184,7 +261,7 @@ impl Naive {
         let found = |column: u32| self.find(&self.content(handle, column));
         if self.config.window == 0 {
             return (held..last)
-                .map_while(|column| found(column).map(Some))
+                .map_while(|column| found(column).map(Hit::Found))
                 .collect();
         }
         (held..=last)
@@ -194,8 +271,8 @@ impl Naive {
                 let seen = (low..end)
                     .map(found)
                     .collect::<Option<Vec<usize>>>()?;
-                let behind = (held..low).map(|_| None);
-                Some(behind.chain(seen.into_iter().map(Some)).collect())
+                let behind = (held..low).map(|_| Hit::Behind);
+                Some(behind.chain(seen.into_iter().map(Hit::Found)).collect())
             })
             .unwrap_or_default()
     }
@@ -203,13 +280,13 @@ impl Naive {
     fn go_on(&mut self, handle: u64, num_behind: usize) {
         let max_tokens = self.share(num_behind as u32 + self.num_newcomers());
         loop {
-            let hits = self.hits(handle);
-            let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
+            let way = self.way(handle);
+            let num = self.chunk(self.sequence(handle), way.start, max_tokens, 0);
             if num == 0 {
                 return;
             }
-            if self.advance(handle, &hits, num, None) {
-                self.refund(handle, hits.len() as u32 * self.config.block_size);
+            if self.advance(handle, &way, num, None) {
+                self.refund(handle, way.hits.len() as u32 * self.config.block_size);
                 return;
             }
             if !self.make_room(handle) {
@@ -218,45 +295,56 @@ impl Naive {
         }
     }
 
-    fn num_unheld(&self, hits: &[Option<usize>]) -> u32 {
-        hits.iter()
-            .flatten()
-            .filter(|&&at| self.blocks[at].num_holders == 0)
-            .count() as u32
+    fn num_unheld(&self, way: &Way) -> u32 {
+        way.num(|hit| {
+            hit.found()
+                .is_some_and(|at| self.blocks[at].num_holders == 0)
+        })
     }
 
     fn advance(
         &mut self,
         handle: u64,
-        hits: &[Option<usize>],
+        way: &Way,
         num: u32,
         row: Option<(usize, u32, u32)>,
     ) -> bool {
         let block_size = self.config.block_size;
-        let sequence = self.sequence(handle);
-        let start = sequence.planned + hits.len() as u32 * block_size;
+        let start = way.start;
         self.give_back(handle, row.map_or(start, |(_, start, _)| start));
-        let most_blocks = self.sequence(handle).table.len() as u32 + hits.len() as u32 + self.available()
-            - self.num_unheld(hits);
+        let num_given = way.hits.len() as u32 - way.num_copied();
+        let most_blocks = self.sequence(handle).table.len() as u32 + num_given + self.available()
+            - self.num_unheld(way);
         if most_blocks * block_size <= start {
             return false;
         }
         let end = (start + num).min(most_blocks * block_size);
-        for &hit in hits {
-            if let Some(at) = hit {
-                self.cached.retain(|&cached| cached != at);
-                self.blocks[at].num_holders += 1;
-            }
-            self.sequence_mut(handle).table.push(hit);
+        for at in way.hits.iter().filter_map(Hit::found) {
+            self.cached.retain(|&cached| cached != at);
+            self.blocks[at].num_holders += 1;
         }
+        for hit in &way.hits {
+            match hit {
+                Hit::Copied => self.take_block(handle),
+                hit => self.sequence_mut(handle).table.push(hit.found()),
+            }
+        }
+        if let Some((num_blocks, ..)) = self.sequence_mut(handle).swapped.take()
+            && way.num_copied() > 0
+        {
+            self.pinned.push((self.next_step, num_blocks));
+            self.plan.num_swapped_in += way.num_copied();
+        }
+        // Full blocks that are copied back can be found by others at once.
+        self.offer(handle, start);
         while (self.sequence(handle).table.len() as u32) < self.blocks_for(end) {
             self.take_block(handle);
         }
         let sequence = self.sequence_mut(handle);
-        if !hits.is_empty() {
-            sequence.num_found += hits.iter().flatten().count() as u32;
+        if !way.hits.is_empty() {
+            sequence.num_found += way.num_found();
             sequence.offered = start / block_size;
-            sequence.computed += hits.len() as u32 * block_size;
+            sequence.computed += start - sequence.planned;
         }
         sequence.planned = end;
         let is_partial = end < sequence.num_tokens();
@@ -313,22 +401,28 @@ impl Naive {
 
     /// Admits or resumes.
     fn admit(&mut self, handle: u64, num_behind: usize) -> Entry {
-        if !self.sequence(handle).in_flight.is_empty() || self.plan.gone.contains(&handle) {
+        let num_committed = self.num_committed();
+        let is_copied = |copied: (u32, u32, u64)| copied.2 <= num_committed;
+        if !self.sequence(handle).in_flight.is_empty()
+            || self.plan.gone.contains(&handle)
+            || !self.sequence(handle).swapped.is_none_or(is_copied)
+        {
             return Entry::Closed;
         }
-        let hits = self.hits(handle);
+        let way = self.way(handle);
         let max_tokens = self.share(num_behind as u32 + self.num_newcomers().saturating_sub(1));
-        let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
-        if num == 0 {
+        let num = self.chunk(self.sequence(handle), way.start, max_tokens, 0);
+        let has_room = self.plan.num_swapped_in + way.num_copied() <= self.max_swaps();
+        if num == 0 || !has_room {
             return Entry::Closed;
         }
-        if let Err(entry) = self.clear_the_way(handle, &hits) {
+        if let Err(entry) = self.clear_the_way(handle, &way) {
             return entry;
         }
-        self.note_entry(handle, hits.iter().flatten().count() as u32);
+        self.note_entry(handle, way.num_found());
         self.leave(handle);
         let key = self.key(handle);
-        let num_hit_tokens = hits.len() as u32 * self.config.block_size;
+        let num_hit_tokens = way.start;
         if !self.sequence(handle).was_admitted {
             let num_charged = self.sequence(handle).num_tokens() - num_hit_tokens;
             let weight = u64::from(self.config.fair_input_weight);
@@ -337,15 +431,14 @@ impl Naive {
         let sequence = self.sequence_mut(handle);
         (sequence.state, sequence.key, sequence.was_admitted) = (State::Running, key, true);
         self.plan.told.push(Told::Entered(handle, num_hit_tokens));
-        assert!(self.advance(handle, &hits, num, None));
+        assert!(self.advance(handle, &way, num, None));
         Entry::Taken
     }
 
     /// Makes seat and blocks available for a newcomer, at the cost of worse bands; all or nothing.
-    fn clear_the_way(&mut self, handle: u64, hits: &[Option<usize>]) -> Result<(), Entry> {
+    fn clear_the_way(&mut self, handle: u64, way: &Way) -> Result<(), Entry> {
         let is_reserved = self.config.admission == Admission::Reserve;
-        let num_hits = hits.iter().flatten().count() as u32;
-        let num_behind = hits.len() as u32 - num_hits;
+        let (num_hits, num_behind) = (way.num_found(), way.num_behind());
         let num_columns = self.blocks_for(self.sequence(handle).num_tokens());
         let num_wanted = match (is_reserved, self.config.window) {
             (true, _) => self.limit_blocks(handle),
@@ -353,7 +446,7 @@ impl Naive {
             (false, _) => (num_columns - num_behind).min(self.held_for(u32::MAX / 2)),
         };
         let num_new = num_wanted.saturating_sub(num_hits);
-        let mut num_available = self.available() - self.num_unheld(hits);
+        let mut num_available = self.available() - self.num_unheld(way);
         let mut debt = if is_reserved {
             self.outstanding()
         } else {
@@ -406,7 +499,7 @@ impl Naive {
             };
             let sequence = self.sequence(victim);
             let freed = |at: &&usize| {
-                self.blocks[**at].num_holders == 1 && !hits.contains(&Some(**at))
+                self.blocks[**at].num_holders == 1 && !way.hits.contains(&Hit::Found(**at))
             };
             num_available += sequence.table.iter().flatten().filter(freed).count() as u32;
             if is_reserved {

@@ -47,6 +47,11 @@ fn traffic(scope: Scope, num_cases: u32) {
     );
     assert_eq!(seen.window_blocks > 0, !scope.is_static, "{seen:?}");
     assert_eq!(
+        seen.swapped_out > 0 && seen.swapped_in > 0 && seen.swap_misses > 0,
+        !scope.is_static,
+        "{seen:?}"
+    );
+    assert_eq!(
         seen.ghosts > 0 && seen.padding > 0,
         scope.is_static,
         "{seen:?}"

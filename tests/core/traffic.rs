@@ -82,6 +82,7 @@ prop_compose! {
         (max_moves, forced_moves) in (prop_oneof![1 => Just(0u32), 4 => 1u32..=3, 4 => Just(64u32)], 0u32..=3),
         is_contiguous in prop::bool::weighted(0.3),
         window in prop_oneof![3 => Just(0u32), 2 => 1u32..=12],
+        num_swap_blocks in prop_oneof![2 => Just(0u32), 1 => 1u32..=6, 1 => Just(64u32)],
     ) -> Config {
         let contiguous = is_contiguous && scope.has_resizes && !scope.is_static;
         Config {
@@ -118,6 +119,7 @@ prop_compose! {
             contiguous,
             num_kv_events: 1024,
             window: if contiguous || scope.is_static { 0 } else { window },
+            num_swap_blocks: if contiguous || scope.is_static { 0 } else { num_swap_blocks },
         }
     }
 }

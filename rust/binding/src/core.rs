@@ -121,6 +121,7 @@ impl Core {
         contiguous = false,
         num_kv_events = 0,
         window = 0,
+        num_swap_blocks = 0,
         record = false,
     ))]
     #[allow(
@@ -159,6 +160,7 @@ impl Core {
         contiguous: bool,
         num_kv_events: u32,
         window: u32,
+        num_swap_blocks: u32,
         record: bool,
     ) -> PyResult<Self> {
         let key = errors::chosen(py, "scheduling_policy", scheduling_policy, &KEYS)?;
@@ -193,6 +195,7 @@ impl Core {
             contiguous,
             num_kv_events,
             window,
+            num_swap_blocks,
         };
         let scheduler = if record {
             Scheduler::recorded(config)

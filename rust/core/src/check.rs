@@ -20,6 +20,7 @@ impl Scheduler {
         self.check_queue();
         self.check_pool();
         self.check_in_flight();
+        self.check_host_pool();
         for (slot, sequence) in self.arena.iter() {
             self.check_sequence(slot, sequence);
         }
@@ -256,6 +257,36 @@ impl Scheduler {
         );
         assert_eq!(kv.pool.limit(), self.config.num_blocks, "the limit");
         check_cache(kv, kv.pool.num_ever());
+    }
+
+    /// Each block of the host's memory is free, or of one sequence that waits, or pinned by one step.
+    fn check_host_pool(&self) {
+        let mut blocks: Vec<u32> = self.host.free().collect();
+        assert_eq!(blocks.len(), self.host.num_free() as usize, "free host blocks");
+        for (_, sequence) in self.arena.iter() {
+            let swapped = &sequence.swapped;
+            blocks.extend(&swapped.blocks);
+            assert!(
+                swapped.is_empty() || sequence.state == State::Waiting,
+                "who has KV on the host waits"
+            );
+            let is_written = |step| self.steps.contains(step);
+            assert!(swapped.step.is_none_or(is_written), "a copy is there, or in flight");
+            let end = self.config.blocks_for(swapped.num_tokens);
+            assert!(
+                swapped.is_empty() || swapped.blocks.len() as u32 == end - swapped.first,
+                "a copy is of whole blocks"
+            );
+        }
+        for (_, swapped) in self.steps.iter().flat_map(|step| &step.swapped_in) {
+            blocks.extend(&swapped.blocks);
+            assert_eq!(swapped.step, None, "what is copied back was confirmed");
+        }
+        blocks.sort_unstable();
+        assert!(
+            blocks.iter().copied().eq(0..self.config.num_swap_blocks),
+            "each host block is somewhere, once"
+        );
     }
 
     fn check_in_flight(&self) {

@@ -64,6 +64,8 @@ pub struct Config {
     pub num_kv_events: u32,
     /// Tokens that a token sees in every layer, itself included: KV behind them is given back. 0 where some layer sees all.
     pub window: u32,
+    /// Blocks of the host's memory, to which the KV of preempted sequences is copied; 0: it is computed again.
+    pub num_swap_blocks: u32,
 }
 
 impl Default for Config {
@@ -98,6 +100,7 @@ impl Default for Config {
             contiguous: false,
             num_kv_events: 0,
             window: 0,
+            num_swap_blocks: 0,
         }
     }
 }
@@ -118,7 +121,7 @@ const MAX_COUNT: u32 = 1 << 30;
 
 const MAX_SLOTS: u64 = i32::MAX as u64;
 
-const NUM_RANGES: usize = 18;
+const NUM_RANGES: usize = 19;
 
 impl Config {
     pub(crate) fn validated(self) -> Result<Self, ConfigError> {
@@ -234,6 +237,17 @@ impl Config {
                 "from 0 to 2^20",
             ),
             ("window", self.window, 0, MAX_COUNT, "from 0 to 2^30"),
+            (
+                "num_swap_blocks",
+                self.num_swap_blocks,
+                0,
+                if self.contiguous || self.admission.is_static() {
+                    0
+                } else {
+                    MAX_COUNT
+                },
+                "from 0 to 2^30, and 0 where sequences are contiguous or batches are static",
+            ),
         ]
     }
 

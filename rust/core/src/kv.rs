@@ -97,7 +97,8 @@ impl Kv {
         &self.table(seat)[self.num_behind(seat) as usize..]
     }
 
-    fn push(&mut self, seat: Seat, block: BlockId) {
+    /// Appends a block that was retained for it to the table of `seat`.
+    pub(crate) fn push(&mut self, seat: Seat, block: BlockId) {
         let len = &mut self.lens[seat.index()];
         self.tables[seat.index() * self.num_columns + *len as usize] = block;
         *len += 1;
@@ -143,12 +144,6 @@ impl Kv {
             *place = BlockId(block);
         }
         Some(())
-    }
-
-    /// Appends a block found in the cache to the table of `seat`.
-    pub fn push_hit(&mut self, seat: Seat, block: BlockId) {
-        self.pool.retain(block);
-        self.push(seat, block);
     }
 
     /// Appends an entry behind the window to the table of `seat`, which holds none.

@@ -27,6 +27,7 @@ mod check;
 mod config;
 mod event;
 pub mod expand;
+mod host_pool;
 mod ids;
 mod kv;
 mod kv_events;

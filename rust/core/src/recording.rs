@@ -63,6 +63,7 @@ impl Recorder {
             u32::from(config.contiguous),
             config.num_kv_events,
             config.window,
+            config.num_swap_blocks,
         ] {
             recorder.u64(value.into());
         }
@@ -276,6 +277,7 @@ impl<'a> Reader<'a> {
             contiguous: self.u32()? != 0,
             num_kv_events: self.u32()?,
             window: self.u32()?,
+            num_swap_blocks: self.u32()?,
             max_queued_tokens: 0,
             hash_seed: 0,
         };

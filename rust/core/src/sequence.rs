@@ -4,6 +4,7 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 use crate::accounts::AccountId;
+use crate::host_pool::Swapped;
 use crate::ids::{Handle, Seat};
 use crate::policy::Key;
 use crate::prefix_cache::{BlockHash, ChainHasher};
@@ -142,6 +143,8 @@ pub(crate) struct Sequence {
     /// The plan that preempted it last: it is not resumed in that one.
     pub(crate) preempted_in: u64,
     pub(crate) confinement: Option<Confinement>,
+    /// While it waits: its KV in the host's memory.
+    pub(crate) swapped: Swapped,
     /// Padding that the padded baseline still owes this prompt.
     pub(crate) num_padding_owed: u32,
     pub(crate) row: PlannedRow,
@@ -202,6 +205,7 @@ impl Sequence {
             num_preemptions: 0,
             preempted_in: 0,
             confinement: None,
+            swapped: Swapped::default(),
             num_padding_owed: 0,
             row: PlannedRow::default(),
         }

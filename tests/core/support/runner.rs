@@ -64,6 +64,8 @@ pub(crate) struct NullRunner {
     arrays: Arrays,
     /// By slot; 0 where nothing was stored.
     kv: Vec<u64>,
+    /// The same, of the host's memory.
+    host: Vec<u64>,
     /// By handle, ended requests included: their rows in flight still run.
     pub(crate) truths: BTreeMap<u64, Truth>,
     pub(crate) queue: VecDeque<Pending>,
@@ -92,6 +94,7 @@ impl NullRunner {
                 sample_rows: vec![0; layout.max_rows],
             },
             kv: vec![0; (layout.num_blocks + 1) * layout.block_size],
+            host: vec![0; config.num_swap_blocks as usize * layout.block_size],
             truths: BTreeMap::new(),
             queue: VecDeque::new(),
         }
@@ -120,6 +123,7 @@ impl NullRunner {
     pub(crate) fn run(&mut self) -> Sampled {
         let pending = self.queue.pop_front().expect("a step is planned");
         self.expand(&pending.buffer);
+        self.swap_blocks(&pending.view);
         self.move_blocks(&pending);
         self.store(&pending.view);
         self.sample(pending)
@@ -131,10 +135,18 @@ impl NullRunner {
         self.queue.clear();
         if breakage != Breakage::Untouched {
             self.expand(&pending.buffer);
+            self.swap_blocks(&pending.view);
             self.move_blocks(&pending);
             self.store(&pending.view);
         }
         if breakage == Breakage::Garbage {
+            for &(_, to) in &pending.view.swap_out {
+                let slots = self.slots(to);
+                self.host[slots].fill(0xdead);
+            }
+            for &(_, to) in &pending.view.swap_in {
+                self.spoil(to);
+            }
             for &(_, to) in &pending.view.moves {
                 self.spoil(to);
             }
@@ -156,6 +168,23 @@ impl NullRunner {
         if num_blocks > self.layout.num_blocks {
             self.layout.num_blocks = num_blocks;
             self.kv.resize((num_blocks + 1) * self.layout.block_size, 0);
+        }
+    }
+
+    fn slots(&self, block: u32) -> core::ops::Range<usize> {
+        let block_size = self.layout.block_size;
+        block as usize * block_size..(block as usize + 1) * block_size
+    }
+
+    /// To the host first, then back.
+    fn swap_blocks(&mut self, view: &StepView) {
+        for &(from, to) in &view.swap_out {
+            let (from, to) = (self.slots(from), self.slots(to));
+            self.host[to].copy_from_slice(&self.kv[from]);
+        }
+        for &(from, to) in &view.swap_in {
+            let (from, to) = (self.slots(from), self.slots(to));
+            self.kv[to].copy_from_slice(&self.host[from]);
         }
     }
 

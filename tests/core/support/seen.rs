@@ -19,6 +19,9 @@ pub(crate) struct Seen {
     pub(crate) shrinks: u64,
     pub(crate) growths: u64,
     pub(crate) window_blocks: u64,
+    pub(crate) swapped_out: u64,
+    pub(crate) swapped_in: u64,
+    pub(crate) swap_misses: u64,
 }
 
 impl Seen {
@@ -39,5 +42,8 @@ impl Seen {
         self.shrinks += other.shrinks;
         self.growths += other.growths;
         self.window_blocks += other.window_blocks;
+        self.swapped_out += other.swapped_out;
+        self.swapped_in += other.swapped_in;
+        self.swap_misses += other.swap_misses;
     }
 }

@@ -276,6 +276,11 @@ impl World {
         assert_eq!(record.num_finished, totals.finished);
         self.seen.wasted_tokens += totals.wasted as u64;
         self.seen.window_blocks += record.num_window_blocks as u64;
+        self.seen.swap_misses += record.num_swap_misses as u64;
+        assert_eq!(record.num_swapped_out, sampled.view.swap_out.len() as i64);
+        assert_eq!(record.num_swapped_in, sampled.view.swap_in.len() as i64);
+        self.seen.swapped_out += record.num_swapped_out as u64;
+        self.seen.swapped_in += record.num_swapped_in as u64;
         true
     }
 

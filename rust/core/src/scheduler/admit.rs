@@ -159,7 +159,7 @@ impl Scheduler {
     /// How many tokens `slot` computes next, behind `pass.hits`: all it has, or whole blocks of its share, or none.
     fn chunk(&self, slot: Slot, max_tokens: u32) -> u32 {
         let sequence = &self.arena[slot];
-        let start = sequence.num_planned + self.pass.hits.len() as u32 * self.config.block_size;
+        let start = self.pass.resume_at;
         let num_tokens = sequence.num_tokens();
         let remaining = num_tokens - start;
         let most = match self.config.long_prefill_token_threshold {
@@ -186,6 +186,12 @@ impl Scheduler {
 
     /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
     fn find_hits(&mut self, slot: Slot) {
+        self.look_up(slot);
+        self.find_swapped(slot);
+    }
+
+    /// Those of the prefix cache.
+    fn look_up(&mut self, slot: Slot) {
         self.pass.hits.clear();
         self.pass.num_behind = 0;
         let block_size = self.config.block_size;
@@ -245,7 +251,7 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         let num_hits = self.pass.hits.len() as u32;
-        let start = sequence.num_planned + num_hits * block_size;
+        let start = self.pass.resume_at;
         let first = match sequence.row.count {
             0 => start,
             _ => sequence.row.start,
@@ -254,24 +260,26 @@ impl Scheduler {
             self.release_behind(slot, seat, first);
             self.settle_debt(slot, seat);
         }
-        let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
+        let num_given = num_hits - self.num_copied() + self.num_available_beside_hits();
+        let reach = (self.kv.len(seat) + num_given) * block_size;
         if reach <= start {
             return false;
         }
         let end = (start + num_tokens).min(reach);
-        self.push_hits(seat);
+        self.push_hits(slot, seat);
         self.kv
             .try_reserve(seat, self.config.blocks_for(end))
             .expect("what is available was counted");
         self.settle_debt(slot, seat);
-        self.tally.num_prefix_hit_tokens += i64::from(num_hits * block_size);
+        let num_hit_tokens = (num_hits - self.num_copied()) * block_size;
+        self.tally.num_prefix_hit_tokens += i64::from(num_hit_tokens);
 
         let sequence = &mut self.arena[slot];
         let is_new_row = sequence.row.count == 0;
         if num_hits > 0 {
-            sequence.standing.num_hit_blocks += num_hits - self.pass.num_behind;
+            sequence.standing.num_hit_blocks += self.pass.num_found;
             sequence.num_registered = start / block_size;
-            sequence.num_computed += num_hits * block_size;
+            sequence.num_computed += start - sequence.num_planned;
             if sequence.num_sent > 0 {
                 self.pass.num_hit_changes += num_hits as usize;
             }
@@ -309,17 +317,24 @@ impl Scheduler {
             return;
         }
         sequence.hash_blocks(end - 1, block_size, &self.hasher);
-        for column in sequence.num_registered..end {
-            let hash = sequence.block_hash(column, block_size, &self.hasher);
-            let tokens = sequence.block_tokens(column, block_size);
-            if let Some(block) = self.kv.register(seat, column, hash, tokens) {
-                self.pass.filled.push(block);
-                if self.kv.events.are_kept() {
-                    self.kv.tell_stored(block, sequence.parent_hash(column));
-                }
+        for column in self.arena[slot].num_registered..end {
+            self.register_known(slot, seat, column);
+        }
+        self.arena[slot].num_registered = end;
+    }
+
+    /// Makes full block `column`, which this plan fills with known tokens, findable.
+    pub(super) fn register_known(&mut self, slot: Slot, seat: Seat, column: u32) {
+        let block_size = self.config.block_size;
+        let sequence = &mut self.arena[slot];
+        let hash = sequence.block_hash(column, block_size, &self.hasher);
+        let tokens = sequence.block_tokens(column, block_size);
+        if let Some(block) = self.kv.register(seat, column, hash, tokens) {
+            self.pass.filled.push(block);
+            if self.kv.events.are_kept() {
+                self.kv.tell_stored(block, sequence.parent_hash(column));
             }
         }
-        sequence.num_registered = end;
     }
 
     /// The padded baseline: a prompt that is through is followed by padding up to the gang's longest.
@@ -371,7 +386,10 @@ impl Scheduler {
         }
         let sequence = &self.arena[slot];
         // Its tokens still in flight belong to its prompt now.
-        if sequence.num_rows_in_flight > 0 || sequence.preempted_in == self.pass.serial {
+        if sequence.num_rows_in_flight > 0
+            || sequence.preempted_in == self.pass.serial
+            || self.is_being_swapped(slot)
+        {
             return Entry::Closed;
         }
         self.find_hits(slot);
@@ -385,7 +403,10 @@ impl Scheduler {
         });
         let num_blocks = self.num_blocks_at_once(num_columns);
         let num_table_blocks = self.pass.num_gained_blocks + num_columns as usize;
-        if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
+        if num_tokens == 0
+            || num_table_blocks > self.layout.capacity_gained_blocks
+            || !self.has_room_to_swap_in()
+        {
             return Entry::Closed;
         }
         let need = self.need(slot, num_blocks);
@@ -409,9 +430,8 @@ impl Scheduler {
         if self.config.contiguous && !self.finds_run(num_blocks) {
             return Entry::Closed;
         }
-        let num_hits = self.pass.hits.len() as u32;
-        self.note_entry(slot, self.num_found());
-        let seat = self.seat_newcomer(turn, num_hits * self.config.block_size);
+        self.note_entry(slot, self.pass.num_found);
+        let seat = self.seat_newcomer(turn, self.pass.resume_at);
         if self.config.contiguous {
             self.kv
                 .try_reserve_run(seat, num_blocks)
@@ -428,7 +448,7 @@ impl Scheduler {
 
     /// What `slot` needs to enter, with `num_blocks` for the tokens that it has.
     fn need(&self, slot: Slot, num_blocks: u32) -> Need {
-        let num_hits = self.num_found();
+        let num_hits = self.pass.num_found;
         let is_confined = self.quarantine.active().is_some();
         let is_reserved = self.config.admission == Admission::Reserve && !is_confined;
         Need {

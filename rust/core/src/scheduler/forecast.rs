@@ -157,7 +157,7 @@ impl Scheduler {
         if !is_forecast || self.num_running == 0 || is_confined {
             return Outlook::Fits;
         }
-        let num_found = self.num_found();
+        let num_found = self.pass.num_found;
         let num_new = u64::from(self.limit_blocks(slot) - num_found);
         let fits_at_most = self.num_outstanding_blocks() + num_new <= u64::from(need.num_available);
         if fits_at_most && (!self.is_early() || self.spacing(slot).is_none()) {
@@ -179,7 +179,7 @@ impl Scheduler {
         if self.config.admission != Admission::Peak || self.quarantine.active().is_some() {
             return true;
         }
-        let newcomer = self.member_to_be(slot, self.num_found());
+        let newcomer = self.member_to_be(slot, self.pass.num_found);
         if self.has_nobody_up_to(newcomer.band) {
             return true;
         }

@@ -14,6 +14,7 @@ mod pass;
 mod plan;
 mod quarantine;
 mod residents;
+mod swap;
 mod victim;
 mod window;
 mod write;
@@ -27,6 +28,7 @@ use crate::accounts::Accounts;
 use crate::arena::Arena;
 use crate::config::{Config, ConfigError};
 use crate::event::{Event, EventKind, EventLog};
+use crate::host_pool::HostPool;
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::kv_events::KvEvents;
@@ -86,6 +88,7 @@ pub struct Scheduler {
     pub(crate) arena: Arena<Sequence>,
     pub(crate) queue: WaitQueue,
     pub(crate) kv: Kv,
+    pub(crate) host: HostPool,
     hasher: ChainHasher,
     pub(crate) free_seats: Vec<Seat>,
     pub(crate) residents: Residents,
@@ -139,6 +142,7 @@ impl Scheduler {
             arena: Arena::new(),
             queue: WaitQueue::new(config.key == KeyPolicy::Fair),
             kv,
+            host: HostPool::new(config.num_swap_blocks),
             hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
@@ -354,7 +358,10 @@ impl Scheduler {
                 self.num_parked -= 1;
                 self.num_queued_tokens -= u64::from(sequence.num_prompt);
             }
-            State::Waiting => self.dequeue(slot),
+            State::Waiting => {
+                self.dequeue(slot);
+                self.drop_swapped(slot);
+            }
             State::Running(seat) if self.config.admission == Admission::StaticPadded => {
                 sequence.state = State::Ghost(seat);
                 sequence.plain_until = 0;
@@ -378,8 +385,13 @@ impl Scheduler {
         self.arena.remove(slot);
     }
 
-    /// Takes a running sequence's seat and blocks; it waits again, in its old place.
+    /// Takes a running sequence's seat and blocks in a plan; it waits again, in its old place.
     fn preempt(&mut self, slot: Slot) {
+        self.displace(slot, self.config.num_swap_blocks > 0);
+    }
+
+    /// The same; if it `is_swapped`, its KV is copied to the host where there is room.
+    fn displace(&mut self, slot: Slot, is_swapped: bool) {
         let sequence = &mut self.arena[slot];
         let State::Running(seat) = sequence.state else {
             unreachable!("only a running sequence is preempted");
@@ -389,8 +401,12 @@ impl Scheduler {
             self.pass.num_left += 1 + sequence.row.num_drafts;
             self.pass.has_withdrawn = true;
         }
-        let (key, num_lost) = (sequence.key, sequence.num_planned);
+        let (key, mut num_lost) = (sequence.key, sequence.num_planned);
         self.pass.debt -= sequence.row.debt;
+        if is_swapped {
+            num_lost -= self.try_swap_out(slot, seat);
+        }
+        let sequence = &mut self.arena[slot];
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;

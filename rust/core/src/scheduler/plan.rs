@@ -45,6 +45,7 @@ impl Scheduler {
         self.drop_withdrawn();
         if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
+            self.drop_unwritten_swaps();
             return self.nothing();
         }
         if self.wants_moves() {

@@ -52,11 +52,6 @@ impl Scheduler {
         }
     }
 
-    /// Blocks in `pass.hits`, those behind the window left out.
-    pub(super) fn num_found(&self) -> u32 {
-        self.pass.hits.len() as u32 - self.pass.num_behind
-    }
-
     /// Lists in `pass.hits` what lets `slot`, which holds `held` blocks, go on as late as possible before block `last`:
     /// only what its next row sees must be there. O(blocks).
     pub(super) fn find_window(&mut self, slot: Slot, held: u32, last: u32) {
@@ -81,15 +76,5 @@ impl Scheduler {
         let behind = (held..start).map(|_| BlockId(0));
         self.pass.hits.extend(behind);
         self.pass.hits.reverse();
-    }
-
-    /// Takes `pass.hits`.
-    pub(super) fn push_hits(&mut self, seat: Seat) {
-        for i in 0..self.pass.hits.len() {
-            match self.pass.hits[i] {
-                BlockId(0) => self.kv.push_behind(seat),
-                block => self.kv.push_hit(seat, block),
-            }
-        }
     }
 }

@@ -13,6 +13,8 @@ struct Writer<'a> {
     num_gained_blocks: usize,
     num_changes: usize,
     num_moves: usize,
+    num_swap_out: usize,
+    num_swap_in: usize,
     num_rows: usize,
     num_tokens: usize,
     num_listed: usize,
@@ -33,6 +35,8 @@ impl<'a> Writer<'a> {
             num_gained_blocks: 0,
             num_changes: 0,
             num_moves: 0,
+            num_swap_out: 0,
+            num_swap_in: 0,
             num_rows: 0,
             num_tokens: 0,
             num_listed: 0,
@@ -161,6 +165,16 @@ impl<'a> Writer<'a> {
         self.num_moves = moves.len();
     }
 
+    fn swaps(&mut self, out: &[(BlockId, u32)], back: &[(u32, BlockId)]) {
+        for (place, &(block, host)) in self.to.swap_out.chunks_exact_mut(2).zip(out) {
+            place.copy_from_slice(&[block.0 as i32, host as i32]);
+        }
+        for (place, &(host, block)) in self.to.swap_in.chunks_exact_mut(2).zip(back) {
+            place.copy_from_slice(&[host as i32, block.0 as i32]);
+        }
+        (self.num_swap_out, self.num_swap_in) = (out.len(), back.len());
+    }
+
     fn finish(self, step: StepId, num_lost: usize, num_gained: usize) {
         let header = self.to.header;
         header.fill(0);
@@ -181,6 +195,8 @@ impl<'a> Writer<'a> {
         header[header::MAX_CONTEXT] = self.max_context as i32;
         header[header::NUM_HOST_MASKED] = self.num_host_masked as i32;
         header[header::MAX_COUNT] = self.max_count as i32;
+        header[header::NUM_SWAP_OUT] = self.num_swap_out as i32;
+        header[header::NUM_SWAP_IN] = self.num_swap_in as i32;
     }
 }
 
@@ -209,6 +225,9 @@ impl Scheduler {
         }
         if !(self.pass.moves.is_empty() && self.pass.moved.is_empty()) {
             self.write_moves(&mut writer, &mut step);
+        }
+        if !(self.pass.swap_out.is_empty() && self.pass.swap_in.is_empty()) {
+            self.write_swaps(&mut writer, &mut step);
         }
         self.write_decodes(&mut writer, &mut step, drafts);
         for i in 0..self.pass.prefill_rows.len() {
@@ -254,6 +273,20 @@ impl Scheduler {
         core::mem::swap(&mut step.moved, &mut self.pass.moved);
         self.pass.changes.clear();
         self.pass.num_move_changes = 0;
+    }
+
+    #[cold]
+    fn write_swaps(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight) {
+        writer.swaps(&self.pass.swap_out, &self.pass.swap_in);
+        step.record.num_swapped_out = writer.num_swap_out as i64;
+        step.record.num_swapped_in = writer.num_swap_in as i64;
+        for handle in &self.pass.swapped_out {
+            self.arena[handle.slot()].swapped.step = Some(step.id);
+        }
+        core::mem::swap(&mut step.swapped_out, &mut self.pass.swapped_out);
+        core::mem::swap(&mut step.swapped_in, &mut self.pass.swapped_in);
+        self.pass.swap_out.clear();
+        self.pass.swap_in.clear();
     }
 
     fn write_gained(&mut self, writer: &mut Writer<'_>, i: usize) {
