@@ -1,6 +1,7 @@
 //! An independent recount: every invariant from scratch, trusting no counter that it verifies.
 
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::accounts::AccountId;
@@ -169,7 +170,8 @@ impl Scheduler {
 
     fn check_pool(&self) {
         let kv = &self.kv;
-        let mut num_holders: BTreeMap<BlockId, u32> = BTreeMap::new();
+        let num_ever = kv.pool.num_ever();
+        let mut num_holders = vec![0_u32; num_ever as usize + 1];
         for (_, sequence) in self.arena.iter() {
             let Some(seat) = sequence.seat() else {
                 continue;
@@ -181,7 +183,7 @@ impl Scheduler {
             );
             for &block in held {
                 assert!(
-                    block.0 >= 1 && block.0 <= kv.pool.num_ever(),
+                    block.0 >= 1 && block.0 <= num_ever,
                     "block {} is in the pool",
                     block.0
                 );
@@ -190,73 +192,68 @@ impl Scheduler {
                     "block {} is being moved only in a plan",
                     block.0
                 );
-                *num_holders.entry(block).or_default() += 1;
+                num_holders[block.index()] += 1;
             }
         }
-        let num_entries: u32 = num_holders.values().sum();
-        assert_eq!(kv.num_entries(), num_entries, "entries of tables");
-        for block in (1..=kv.pool.num_ever()).map(BlockId) {
-            let held = num_holders.get(&block).copied().unwrap_or(0);
+        assert_eq!(
+            kv.num_entries(),
+            num_holders.iter().sum::<u32>(),
+            "entries of tables"
+        );
+        let is_free = check_free_runs(kv);
+        let mut is_cached = vec![false; num_holders.len()];
+        let mut num_cached = 0;
+        for block in kv.pool.cached() {
+            assert!(!is_cached[block.index()], "block {} is cached twice", block.0);
+            is_cached[block.index()] = true;
+            num_cached += 1;
+        }
+        assert_eq!(num_cached, kv.pool.num_cached(), "cached blocks");
+        let (mut num_in_all, mut num_beyond) = (0, 0);
+        for block in (1..=num_ever).map(BlockId) {
+            let at = block.index();
+            let held = num_holders[at];
             assert_eq!(
                 kv.pool.num_holders(block),
                 held,
                 "holders of block {}",
                 block.0
             );
-        }
-        let free = check_free_runs(kv);
-        let cached: Vec<BlockId> = kv.pool.cached().collect();
-        assert_eq!(cached.len(), kv.pool.num_cached() as usize, "cached blocks");
-        for &block in &free {
+            let states = [is_free[at], is_cached[at], held > 0];
+            let num_states = states.iter().filter(|&&is_so| is_so).count();
+            assert!(num_states <= 1, "block {} is free, cached or held", block.0);
+            let is_registered = kv.cache.is_registered(block);
             assert!(
-                !num_holders.contains_key(&block),
-                "block {} is free and held",
-                block.0
-            );
-            assert!(
-                !kv.cache.is_registered(block),
+                !(is_free[at] && is_registered),
                 "free block {} can be found",
                 block.0
             );
-        }
-        for &block in &cached {
             assert!(
-                block.0 <= self.config.num_blocks,
-                "cached block {} is within the limit",
-                block.0
-            );
-            assert!(
-                !num_holders.contains_key(&block),
-                "block {} is cached and held",
-                block.0
-            );
-            assert!(
-                !free.contains(&block),
-                "block {} is cached and free",
-                block.0
-            );
-            assert!(
-                kv.cache.is_registered(block),
+                is_registered || !is_cached[at],
                 "cached block {} cannot be found",
                 block.0
             );
+            let is_beyond = block.0 > self.config.num_blocks;
+            assert!(
+                !(is_beyond && is_cached[at]),
+                "cached block {} is within the limit",
+                block.0
+            );
+            num_in_all += num_states as u32;
+            num_beyond += u32::from(is_beyond && held > 0);
         }
-        let num_beyond = num_holders
-            .keys()
-            .filter(|block| block.0 > self.config.num_blocks)
-            .count();
         assert_eq!(
-            free.len() + cached.len() + num_holders.len(),
-            self.config.num_blocks as usize + num_beyond,
+            num_in_all,
+            self.config.num_blocks + num_beyond,
             "free + cached + held = total"
         );
         assert_eq!(
-            kv.pool.num_blocks() as usize,
-            self.config.num_blocks as usize + num_beyond,
+            kv.pool.num_blocks(),
+            self.config.num_blocks + num_beyond,
             "the total is the limit, and what is held beyond it"
         );
         assert_eq!(kv.pool.limit(), self.config.num_blocks, "the limit");
-        check_cache(kv, kv.pool.num_ever());
+        check_cache(kv, num_ever);
     }
 
     /// Each block of the host's memory is free, or of one sequence that waits, or pinned by one step.
@@ -443,8 +440,8 @@ impl Scheduler {
     }
 }
 
-/// The free blocks: in runs that do not touch, each listed by its length and tagged at both ends.
-fn check_free_runs(kv: &Kv) -> BTreeSet<BlockId> {
+/// Which blocks are free: in runs that do not touch, each listed by its length and tagged at both ends.
+fn check_free_runs(kv: &Kv) -> Vec<bool> {
     let mut runs: Vec<(BlockId, u32)> = kv.pool.free_runs().collect();
     runs.sort_unstable();
     for pair in runs.windows(2) {
@@ -454,16 +451,18 @@ fn check_free_runs(kv: &Kv) -> BTreeSet<BlockId> {
         );
     }
     kv.pool.check_tags(&runs);
-    let free: BTreeSet<BlockId> = runs
-        .iter()
-        .flat_map(|&(first, len)| (first.0..first.0 + len).map(BlockId))
-        .collect();
-    assert_eq!(free.len(), kv.pool.num_free() as usize, "free blocks");
-    assert!(
-        free.last().is_none_or(|last| last.0 <= kv.pool.limit()),
-        "free blocks are within the limit"
-    );
-    free
+    let mut is_free = vec![false; kv.pool.num_ever() as usize + 1];
+    let mut num_free = 0;
+    for &(first, len) in &runs {
+        assert!(
+            first.0 + len - 1 <= kv.pool.limit(),
+            "free blocks are within the limit"
+        );
+        is_free[first.index()..][..len as usize].fill(true);
+        num_free += len;
+    }
+    assert_eq!(num_free, kv.pool.num_free(), "free blocks");
+    is_free
 }
 
 fn check_cache(kv: &Kv, num_blocks: u32) {

@@ -131,13 +131,7 @@ pub fn expand(
         let table = &mut seats.block_tables[seat * layout.max_blocks_per_seq..]
             [..layout.max_blocks_per_seq];
         // Blocks behind the window are another's by now, or will be; no later row sees them either.
-        let num_behind =
-            num_blocks_behind(layout.window as u32, block_size as u32, start as u32) as usize;
-        table[..num_behind]
-            .iter_mut()
-            .rev()
-            .take_while(|block| **block != 0)
-            .for_each(|block| *block = 0);
+        clear_behind(layout, table, seats.num_computed_tokens[seat] as u32, start as u32);
         let (mut block, mut offset) = (start / block_size, start % block_size);
         for (i, at) in (token..end).enumerate() {
             out.positions[at] = (start + i) as i64;
@@ -165,4 +159,16 @@ pub fn expand(
         }
         token = end;
     }
+}
+
+/// Clears the entries of a table that a row from position `start` on does not see; the row before it ended at `before`.
+fn clear_behind(layout: &StepLayout, table: &mut [i32], before: u32, start: u32) {
+    let num_behind = |position: u32| {
+        num_blocks_behind(layout.window as u32, layout.block_size as u32, position) as usize
+    };
+    let (known, end) = (num_behind(before.min(start)), num_behind(start));
+    table[known..end].fill(0);
+    let left = table[..known].iter_mut().rev();
+    left.take_while(|block| **block != 0)
+        .for_each(|block| *block = 0);
 }

@@ -121,11 +121,14 @@ impl Scheduler {
         for i in 0..self.pass.hits.len() {
             match self.pass.hits[i] {
                 BlockId(0) if (i as u32) < self.pass.num_behind => self.kv.push_behind(seat),
-                BlockId(0) => self.swap_in(slot, seat, &swapped),
+                BlockId(0) => self.swap_in(seat, &swapped),
                 block => self.kv.push(seat, block),
             }
         }
         if num_copied > 0 {
+            if self.config.enable_prefix_caching {
+                self.register_copied(slot, seat);
+            }
             self.pass.swapped_in.push((self.arena.handle(slot), swapped));
         } else {
             self.host.release(swapped);
@@ -134,7 +137,7 @@ impl Scheduler {
 
     /// The next block of the table of `seat` is a new one, to which this plan copies its content back.
     #[cold]
-    fn swap_in(&mut self, slot: Slot, seat: Seat, swapped: &Swapped) {
+    fn swap_in(&mut self, seat: Seat, swapped: &Swapped) {
         let column = self.kv.len(seat);
         self.kv
             .try_reserve(seat, column + 1)
@@ -142,9 +145,16 @@ impl Scheduler {
         let block = self.kv.table(seat)[column as usize];
         let host = swapped.blocks[(column - swapped.first) as usize];
         self.pass.swap_in.push((host, block));
-        let block_size = self.config.block_size;
-        if self.config.enable_prefix_caching && (column + 1) * block_size <= self.pass.resume_at {
-            self.register_known(slot, seat, column);
+    }
+
+    /// Full blocks that this plan copies back can be found at once.
+    #[cold]
+    fn register_copied(&mut self, slot: Slot, seat: Seat) {
+        let num_full = self.pass.resume_at / self.config.block_size;
+        for column in self.pass.num_behind..num_full {
+            if self.pass.hits[column as usize] == BlockId(0) {
+                self.register_known(slot, seat, column);
+            }
         }
     }
 
