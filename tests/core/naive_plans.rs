@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use noria_core::{EventKind, FinishReason, flags};
+use noria_core::{Config, EventKind, FinishReason, flags};
 use proptest::prelude::*;
 
 use crate::naive::{Naive, Row, Told};
@@ -108,6 +108,24 @@ impl Twins {
     }
 }
 
+/// A core and its naive twin through the same verbs, until nothing is left that could run.
+pub(crate) fn play_twins(config: &Config, verbs: &[Verb]) -> World {
+    let mut twins = Twins {
+        naive: Naive::new(config),
+        world: World::new(config),
+    };
+    for verb in verbs {
+        twins.apply(verb);
+    }
+    let num_open = |world: &World| {
+        world.core.num_waiting() + world.core.num_running() + world.core.num_in_flight()
+    };
+    while num_open(&twins.world) > 0 {
+        twins.apply(&Verb::Turn);
+    }
+    twins.world
+}
+
 #[test]
 fn plans_are_those_of_a_naive_model() {
     let scope = Scope {
@@ -119,22 +137,9 @@ fn plans_are_those_of_a_naive_model() {
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..150));
     let seen = Cell::new(Seen::default());
     check(300, &strategy, |(config, verbs)| {
-        let mut twins = Twins {
-            naive: Naive::new(&config),
-            world: World::new(&config),
-        };
-        for verb in &verbs {
-            twins.apply(verb);
-        }
-        while twins.world.core.num_waiting()
-            + twins.world.core.num_running()
-            + twins.world.core.num_in_flight()
-            > 0
-        {
-            twins.apply(&Verb::Turn);
-        }
+        let world = play_twins(&config, &verbs);
         let mut sum = seen.get();
-        sum.add(&twins.world.seen());
+        sum.add(&world.seen());
         seen.set(sum);
     });
     let seen = seen.get();
@@ -146,10 +151,10 @@ fn plans_are_those_of_a_naive_model() {
 
 #[test]
 fn a_finish_found_outside_ends_a_request_for_both_models() {
-    let config = noria_core::Config {
+    let config = Config {
         num_blocks: 8,
         block_size: 2,
-        ..noria_core::Config::default()
+        ..Config::default()
     };
     let mut twins = Twins {
         naive: Naive::new(&config),
