@@ -56,6 +56,8 @@ H_NUM_SEAT_ROWS: Final[int]
 H_MAX_CONTEXT: Final[int]
 H_NUM_HOST_MASKED: Final[int]
 H_MAX_COUNT: Final[int]
+H_NUM_SWAP_OUT: Final[int]
+H_NUM_SWAP_IN: Final[int]
 
 @final
 class StepLayout:
@@ -72,6 +74,7 @@ class StepLayout:
     block_size: int
     num_blocks: int
     max_drafts: int
+    window: int
     max_logits: int
     max_events: int
     offset_lost: int
@@ -79,6 +82,8 @@ class StepLayout:
     offset_gained_blocks: int
     offset_table_changes: int
     offset_moves: int
+    offset_swap_out: int
+    offset_swap_in: int
     offset_row_seat: int
     offset_row_start: int
     offset_row_count: int
@@ -89,6 +94,7 @@ class StepLayout:
     capacity_gained_blocks: int
     capacity_table_changes: int
     capacity_moves: int
+    capacity_swaps: int
 
 @final
 class Plan:
@@ -171,6 +177,8 @@ class Core:
         forced_moves: int = 0,
         contiguous: bool = False,
         num_kv_events: int = 0,
+        window: int = 0,
+        num_swap_blocks: int = 0,
         record: bool = False,
     ) -> Core: ...
     @property

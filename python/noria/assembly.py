@@ -125,6 +125,7 @@ class Assembly:
             self.config.block_size,
             self.model.dtype,
             device,
+            self.config.num_swap_blocks,
         )
         executor = TorchExecutor(self.model, kv, core.layout)
         return start_engine(

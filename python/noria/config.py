@@ -46,6 +46,12 @@ class EngineConfig:
         kv_cache_memory_bytes: memory of the KV cache; None: half of what is available on a CPU, 80%
             of what is free on a GPU, and never more than all seats can use.
         enable_prefix_caching: whether prompts that begin alike share their KV.
+        max_moves: KV blocks that a step moves, at most: to make the cache smaller or, where sequences are
+            contiguous, to bring free blocks together; 0: none is ever moved.
+        contiguous: whether each request's KV is one run of blocks, reserved for its longest when it enters;
+            not together with the prefix cache.
+        num_swap_blocks: KV blocks of the host's memory beside the KV cache: a preempted request's KV is copied
+            there, and back when it resumes; where there is no room its tokens are computed again. 0: none.
         scheduling_policy: who is next. `fcfs`: first come; `priority`: requests of lower `priority` first;
             `sjf`: the shortest remaining output, hinted or learned; `deadline`: the earliest due token;
             `fair`: the tenant that was served least; `prefix`: the most tokens in the prefix cache. All
@@ -93,6 +99,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    max_moves: int = 64
+    contiguous: bool = False
+    num_swap_blocks: int = 0
     scheduling_policy: str = "fcfs"
     policy: PolicyFunction | None = None
     admission: str = "peak"
@@ -149,6 +158,29 @@ class EngineConfig:
         _require_int("fair_input_weight", self.fair_input_weight, 1, 2**16)
         _require_int("fair_output_weight", self.fair_output_weight, 1, 2**16)
         _require_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _require_bool("contiguous", self.contiguous)
+        _require_int("max_moves", self.max_moves, 0, 2**16)
+        _require_int("num_swap_blocks", self.num_swap_blocks, 0, 2**30)
+        if self.num_swap_blocks and (self.contiguous or self.batching != "continuous"):
+            raise ConfigError(
+                f"num_swap_blocks is {self.num_swap_blocks}; it must be 0 where sequences are contiguous or batches "
+                "are static",
+                name="num_swap_blocks",
+                value=self.num_swap_blocks,
+            )
+        if self.contiguous and self.enable_prefix_caching:
+            raise ConfigError(
+                "contiguous is True, and so is enable_prefix_caching; blocks of a run are not shared, so one of "
+                "them must be False",
+                name="contiguous",
+                value=True,
+            )
+        if self.contiguous and self.batching != "continuous":
+            raise ConfigError(
+                f"contiguous is True, and batching is {self.batching!r}; it must be 'continuous' with it",
+                name="contiguous",
+                value=True,
+            )
         _require_bool("skip_tokenizer_init", self.skip_tokenizer_init)
         if not isinstance(self.device, str):
             raise ConfigError(
@@ -228,10 +260,11 @@ class EngineConfig:
                 value=self.max_model_len,
             )
         max_model_len = limit if self.max_model_len is None else self.max_model_len
-        num_blocks = self._num_blocks(max_model_len, model, dtype, memory_budget)
-        notes = []
+        notes: list[str] = []
+        window = self._window(model, notes)
+        num_blocks = self._num_blocks(max_model_len, window, model, dtype, memory_budget)
         num_kv_tokens = num_blocks * self.block_size
-        if max_model_len > num_kv_tokens:
+        if self._blocks_of_one(max_model_len, window) > num_blocks:
             held = f"the KV cache of {num_blocks} blocks of {self.block_size} holds {num_kv_tokens}"
             if self.max_model_len is not None or num_kv_tokens < 2:
                 raise ConfigError(
@@ -245,7 +278,7 @@ class EngineConfig:
             f"KV cache: 2 · {model.num_layers} layers · {model.num_kv_heads} kv heads · {model.head_dim} · "
             f"{dtype.itemsize} bytes · {num_kv_tokens} tokens = {mib:.{0 if mib >= 10 else 2}f} MiB"
         )
-        return self._resolved(model.vocab_size, max_model_len, num_blocks, notes)
+        return self._resolved(model.vocab_size, max_model_len, num_blocks, notes, window)
 
     def resolve_without_model(self, *, vocab_size: int, max_model_len: int) -> "ResolvedConfig":
         """Settles a configuration for the null runner, whose KV cache takes no memory.
@@ -260,8 +293,30 @@ class EngineConfig:
         num_blocks = self.num_kv_blocks or self.max_num_seqs * -(-max_model_len // self.block_size)
         return self._resolved(vocab_size, max_model_len, num_blocks, [])
 
+    def _window(self, model: "ModelConfig", notes: list[str]) -> int:
+        """Tokens that a token sees in every layer, so that KV behind them is given back; 0: all is kept."""
+        windows = [window for window in model.layer_windows if window is not None]
+        if not windows:
+            return 0
+        if len(windows) < model.num_layers:
+            kept = f"{model.num_layers - len(windows)} of {model.num_layers} layers see all tokens"
+        elif self.contiguous or self.batching != "continuous":
+            kept = "contiguous sequences and static batches keep what they reserve"
+        else:
+            notes.append(f"window: KV more than {max(windows)} tokens back is given back")
+            return max(windows)
+        notes.append(f"window: KV behind it is kept, as {kept}")
+        return 0
+
+    def _blocks_of_one(self, num_tokens: int, window: int) -> int:
+        """Blocks that a request of so many tokens holds at once; as the core counts them."""
+        num_blocks = -(-num_tokens // self.block_size)
+        if not window:
+            return num_blocks
+        return min(num_blocks, -(-(window - 1 + self.max_num_batched_tokens) // self.block_size) + 1)
+
     def _resolved(
-        self, vocab_size: int, max_model_len: int, num_blocks: int, notes: list[str]
+        self, vocab_size: int, max_model_len: int, num_blocks: int, notes: list[str], window: int = 0
     ) -> "ResolvedConfig":
         return ResolvedConfig(
             engine=self,
@@ -269,11 +324,17 @@ class EngineConfig:
             max_model_len=max_model_len,
             num_kv_blocks=num_blocks,
             watermark_blocks=int(self.watermark * num_blocks),
+            window=window,
             notes=tuple(notes),
         )
 
     def _num_blocks(
-        self, max_model_len: int, model: "ModelConfig", dtype: "torch.dtype", memory_budget: int | None
+        self,
+        max_model_len: int,
+        window: int,
+        model: "ModelConfig",
+        dtype: "torch.dtype",
+        memory_budget: int | None,
     ) -> int:
         from noria.kv_cache import num_blocks_in
 
@@ -287,7 +348,7 @@ class EngineConfig:
                 value=None,
             )
         num_held = num_blocks_in(budget, model, self.block_size, dtype)
-        return min(num_held, self.max_num_seqs * -(-max_model_len // self.block_size))
+        return min(num_held, self.max_num_seqs * self._blocks_of_one(max_model_len, window))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +361,7 @@ class ResolvedConfig:
         max_model_len: tokens of a request, prompt and output together.
         num_kv_blocks: blocks of the KV cache, block 0 not counted.
         watermark_blocks: blocks that an admission leaves free while something runs.
+        window: tokens that a token sees in every layer; KV behind them is given back. 0: all is kept.
         notes: lines to show when the engine starts.
     """
 
@@ -308,6 +370,7 @@ class ResolvedConfig:
     max_model_len: int
     num_kv_blocks: int
     watermark_blocks: int
+    window: int = 0
     notes: tuple[str, ...] = ()
 
     def core(
@@ -333,6 +396,10 @@ class ResolvedConfig:
             max_drafts=max_drafts,
             forced_moves=forced_moves,
             num_kv_events=num_kv_events,
+            max_moves=engine.max_moves,
+            contiguous=engine.contiguous,
+            window=self.window,
+            num_swap_blocks=engine.num_swap_blocks,
             max_partial_prefills=engine.max_partial_prefills,
             long_prefill_token_threshold=engine.long_prefill_token_threshold,
             enable_prefix_caching=engine.enable_prefix_caching,

@@ -1,5 +1,6 @@
 """The KV cache: every layer's blocks in one piece of memory."""
 
+import math
 import mmap
 import sys
 
@@ -38,8 +39,11 @@ class KvCache:
     On a CPU it is one anonymous private mapping, whose pages the system gives as they are first touched, so a
     cache may be larger than what is in use; `resize` gives them back.
 
+    Beside it lie blocks of the host's memory, to which the KV of preempted requests is copied.
+
     Attributes:
         num_blocks: usable blocks, which are 1 to `num_blocks`.
+        num_swap_blocks: blocks of the host's memory, from 0.
         block_size: tokens of a block.
         nbytes: of those and block 0.
         dtype: of K and V.
@@ -53,6 +57,7 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_swap_blocks: int = 0,
     ) -> None:
         """Reserves the memory.
 
@@ -71,6 +76,8 @@ class KvCache:
         self._block_shape = (block_size, c.num_kv_heads, c.head_dim)
         self._all, self._mapping = self._reserved(num_blocks)
         self._use(num_blocks)
+        self.num_swap_blocks = num_swap_blocks
+        self._host = self._reserved_on_host(num_swap_blocks)
 
     def _reserved(self, num_blocks: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         """Zeros `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]`, and their mapping."""
@@ -86,6 +93,23 @@ class KvCache:
             raise ConfigError(
                 f"num_kv_blocks is {num_blocks}: the system does not give {nbytes} bytes for a KV cache",
                 name="num_kv_blocks",
+                value=num_blocks,
+            ) from None
+
+    def _reserved_on_host(self, num_blocks: int) -> torch.Tensor:
+        """Zeros `[2 * num_layers, num_blocks, block elements]`, on the host."""
+        nbytes = self._block_bytes * num_blocks
+        shape = (self._pieces[0] * self._pieces[1], num_blocks, math.prod(self._block_shape))
+        if not num_blocks:
+            return torch.empty(shape, dtype=self.dtype)
+        try:
+            if self.device.type == "cuda":
+                return torch.zeros(shape, dtype=self.dtype, pin_memory=True)
+            return torch.frombuffer(_mapped(nbytes), dtype=self.dtype).view(shape)
+        except (OSError, OverflowError, ValueError, MemoryError, RuntimeError):
+            raise ConfigError(
+                f"num_swap_blocks is {num_blocks}: the system does not give {nbytes} bytes for them",
+                name="num_swap_blocks",
                 value=num_blocks,
             ) from None
 
@@ -152,11 +176,25 @@ class KvCache:
         """Copies blocks `src[i]` over blocks `dst[i]`, in every layer; all are read before one is written.
 
         Args:
-            src: `[num_moves]` int64, on this device.
+            src: `[num_moves]` int64, on the host.
             dst: likewise; each block once, and never block 0.
         """
-        blocks = self._all.flatten(0, 1).flatten(2)  # [2 * layers, num_blocks + 1, block elements]
-        blocks.index_copy_(1, dst, blocks.index_select(1, src))
+        blocks = self._blocks()
+        blocks.index_copy_(1, dst.to(self.device), blocks.index_select(1, src.to(self.device)))
+
+    def swap_out(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copies blocks `src[i]` to host blocks `dst[i]`, in every layer; both as in `move`."""
+        copied = self._blocks().index_select(1, src.to(self.device))
+        self._host.index_copy_(1, dst, copied.cpu())
+
+    def swap_in(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copies host blocks `src[i]` to blocks `dst[i]`, in every layer; both as in `move`."""
+        copied = self._host.index_select(1, src)
+        self._blocks().index_copy_(1, dst.to(self.device), copied.to(self.device))
+
+    def _blocks(self) -> torch.Tensor:
+        """A view, `[2 * num_layers, num_blocks + 1, block elements]`."""
+        return self._all.flatten(0, 1).flatten(2)
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

@@ -38,6 +38,11 @@ class EngineStats:
         num_preempted_tokens: tokens whose KV those gave up.
         num_finished: requests that commits finished.
         num_moves: KV blocks moved.
+        num_run_misses: admissions that failed for want of a run of free KV blocks.
+        num_swapped_out: KV blocks of preempted requests copied to the host.
+        num_swapped_in: KV blocks copied back.
+        num_swap_misses: preemptions for which there was no room there, so that tokens were computed again.
+        num_window_blocks: KV blocks behind a window that running requests gave back.
         seat_steps: sum over steps of the seats held.
         available_seat_steps: sum over steps of the seats there are.
         peak_held_blocks: the most KV blocks held after any plan.
@@ -74,6 +79,11 @@ class EngineStats:
     num_preempted_tokens: int = 0
     num_finished: int = 0
     num_moves: int = 0
+    num_run_misses: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_swap_misses: int = 0
+    num_window_blocks: int = 0
     seat_steps: int = 0
     available_seat_steps: int = 0
     peak_held_blocks: int = 0
@@ -204,6 +214,11 @@ class StatsKeeper:
             num_preempted_tokens=total["num_preempted_tokens"],
             num_finished=total["num_finished"],
             num_moves=total["num_moves"],
+            num_run_misses=total["num_run_misses"],
+            num_swapped_out=total["num_swapped_out"],
+            num_swapped_in=total["num_swapped_in"],
+            num_swap_misses=total["num_swap_misses"],
+            num_window_blocks=total["num_window_blocks"],
             seat_steps=total["num_running"],
             available_seat_steps=self._num_steps * self._num_seats,
             peak_held_blocks=self._peak_held_blocks,

@@ -17,3 +17,4 @@ mod static_batches;
 mod support;
 mod traffic;
 mod victims;
+mod windows;

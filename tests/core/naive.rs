@@ -60,13 +60,16 @@ struct Sequence {
     ask: Ask,
     tokens: Vec<i32>,
     max_output: u32,
-    table: Vec<usize>,
+    /// By column; none where a block was given back.
+    table: Vec<Option<usize>>,
     planned: u32,
     computed: u32,
     /// Leading blocks that were offered to the cache.
     offered: u32,
     has_sampled: bool,
     residency: u32,
+    /// On the host: blocks, tokens, and the step that copied them.
+    swapped: Option<(u32, u32, u64)>,
     /// Rows in flight: residency, whether it samples.
     in_flight: Vec<(u32, bool)>,
 }
@@ -88,6 +91,10 @@ impl Sequence {
         self.num_output() + self.num_pending()
     }
 
+    fn num_held(&self) -> u32 {
+        self.table.iter().flatten().count() as u32
+    }
+
     fn ends_in_flight(&self) -> bool {
         self.num_pending() > 0 && self.max_output_in_flight() >= self.max_output
     }
@@ -105,6 +112,8 @@ struct Plan {
     owing: Vec<u64>,
     gone: Vec<u64>,
     told: Vec<Told>,
+    num_swapped_out: u32,
+    num_swapped_in: u32,
     num_certain: Option<u32>,
     ranking: Option<Vec<u64>>,
     members: Option<Vec<line::Member>>,
@@ -124,6 +133,8 @@ pub(crate) struct Naive {
     sequences: BTreeMap<u64, Sequence>,
     /// Handles and residencies of each step's rows.
     steps: Vec<Vec<(u64, u32, u32, bool)>>,
+    /// Host blocks that a step copies back: the step, how many.
+    pinned: Vec<(u64, u32)>,
     next_arrival: u64,
     next_step: u64,
     tenants: BTreeMap<u64, line::Tenant>,
@@ -154,6 +165,7 @@ impl Naive {
             cached: Vec::new(),
             sequences: BTreeMap::new(),
             steps: Vec::new(),
+            pinned: Vec::new(),
             next_arrival: 0,
             next_step: 1,
             tenants: BTreeMap::new(),
@@ -203,6 +215,7 @@ impl Naive {
             offered: 0,
             has_sampled: false,
             residency: 0,
+            swapped: None,
             in_flight: Vec::new(),
         };
         self.next_arrival += 1;
@@ -281,19 +294,91 @@ impl Naive {
     }
 
     fn release(&mut self, handle: u64) {
-        for at in core::mem::take(&mut self.sequence_mut(handle).table)
-            .into_iter()
-            .rev()
-        {
-            let block = &mut self.blocks[at];
-            block.num_holders -= 1;
-            if block.num_holders == 0 && block.content.is_some() {
-                self.cached.push(at);
+        let table = core::mem::take(&mut self.sequence_mut(handle).table);
+        for at in table.into_iter().rev().flatten() {
+            self.drop_holder(at);
+        }
+    }
+
+    fn drop_holder(&mut self, at: usize) {
+        let block = &mut self.blocks[at];
+        block.num_holders -= 1;
+        if block.num_holders == 0 && block.content.is_some() {
+            self.cached.push(at);
+        }
+    }
+
+    /// Leading blocks that a row from position `start` on does not see.
+    fn behind(&self, start: u32) -> u32 {
+        let block_size = self.config.block_size;
+        let is_seen = |column: u32| (column + 1) * block_size + self.config.window > start + 1;
+        match self.config.window {
+            0 => 0,
+            _ => (0..).take_while(|&column| !is_seen(column)).count() as u32,
+        }
+    }
+
+    fn give_back(&mut self, handle: u64, start: u32) {
+        for column in 0..self.behind(start) as usize {
+            let table = &mut self.sequence_mut(handle).table;
+            if let Some(at) = table.get_mut(column).and_then(Option::take) {
+                self.drop_holder(at);
             }
         }
     }
 
+    /// The most blocks that `num_tokens` tokens are held in at once.
+    fn held_for(&self, num_tokens: u32) -> u32 {
+        let config = &self.config;
+        match config.window {
+            0 => self.blocks_for(num_tokens),
+            window => {
+                let most = self.blocks_for(window - 1 + config.max_num_batched_tokens) + 1;
+                self.blocks_for(num_tokens).min(most)
+            }
+        }
+    }
+
+    /// Blocks that the known tokens of `handle` need beside those that it holds.
+    fn to_go(&self, handle: u64) -> u32 {
+        let sequence = self.sequence(handle);
+        let num_more = self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+        match self.config.window {
+            0 => num_more,
+            _ => num_more.min(self.held_for(u32::MAX / 2) - sequence.num_held()),
+        }
+    }
+
+    fn num_committed(&self) -> u64 {
+        self.next_step - 1 - self.steps.len() as u64
+    }
+
+    /// What a step copies to the host, or back, at most.
+    fn max_swaps(&self) -> u32 {
+        let config = &self.config;
+        let columns = self.blocks_for(config.max_model_len);
+        let gained = (columns + 64 * config.max_num_seqs).min(config.max_num_seqs * columns);
+        gained.min(config.num_swap_blocks)
+    }
+
+    fn swap_out(&mut self, handle: u64) {
+        let sequence = self.sequence(handle);
+        let num_tokens = sequence.planned;
+        let columns = &sequence.table[..self.blocks_for(num_tokens) as usize];
+        let num_blocks = columns.iter().flatten().count() as u32;
+        let waiting = self.sequences.values().filter_map(|other| other.swapped);
+        let num_taken = waiting.map(|swapped| swapped.0).sum::<u32>()
+            + self.pinned.iter().map(|pin| pin.1).sum::<u32>();
+        let room = self.max_swaps() - self.plan.num_swapped_out;
+        let fits = num_blocks <= room && num_taken + num_blocks <= self.config.num_swap_blocks;
+        if num_blocks > 0 && fits {
+            self.plan.num_swapped_out += num_blocks;
+            self.sequence_mut(handle).swapped = Some((num_blocks, num_tokens, self.next_step));
+        }
+    }
+
     fn preempt(&mut self, handle: u64) {
+        self.swap_out(handle);
         self.release(handle);
         let sequence = self.sequence_mut(handle);
         sequence.state = State::Waiting;
@@ -331,7 +416,7 @@ impl Naive {
             num_holders: 1,
             content: None,
         };
-        self.sequence_mut(handle).table.push(at);
+        self.sequence_mut(handle).table.push(Some(at));
     }
 
     fn content(&self, handle: u64, column: u32) -> Content {
@@ -355,8 +440,9 @@ impl Naive {
             let column = self.sequence(handle).offered;
             let content = self.content(handle, column);
             if self.find(&content).is_none() {
-                let at = self.sequence(handle).table[column as usize];
-                self.blocks[at].content = Some(content);
+                if let Some(at) = self.sequence(handle).table[column as usize] {
+                    self.blocks[at].content = Some(content);
+                }
             }
             self.sequence_mut(handle).offered += 1;
         }
@@ -365,6 +451,8 @@ impl Naive {
     /// Commits the oldest step with what each row sampled; those that ended.
     pub(crate) fn commit(&mut self, num_ids: &[i32], mut ids: &[i32]) {
         let rows = self.steps.remove(0);
+        let num_committed = self.num_committed();
+        self.pinned.retain(|pin| pin.0 > num_committed);
         for (row, &num) in rows.iter().zip(num_ids) {
             if num > 0 && self.sequences.contains_key(&row.0) {
                 let weight = u64::from(self.config.fair_output_weight);
@@ -472,6 +560,12 @@ impl Naive {
         if !step.is_empty() {
             self.steps.push(step);
             self.next_step += 1;
+        } else {
+            // What came to nothing copies nothing.
+            let next_step = self.next_step;
+            for sequence in self.sequences.values_mut() {
+                sequence.swapped = sequence.swapped.filter(|swapped| swapped.2 < next_step);
+            }
         }
         (rows, core::mem::take(&mut self.plan.told))
     }
@@ -496,8 +590,7 @@ impl Naive {
     /// A policy of one's own says where those stand that have got in line.
     fn score_changed(&mut self) {
         for handle in core::mem::take(&mut self.changed) {
-            let is_waiting =
-                |sequence: &Sequence| sequence.state == State::Waiting;
+            let is_waiting = |sequence: &Sequence| sequence.state == State::Waiting;
             if self.config.key == KeyPolicy::Own
                 && self.sequences.get(&handle).is_some_and(is_waiting)
             {
@@ -519,7 +612,9 @@ impl Naive {
         if sequence.max_output_in_flight() >= sequence.max_output {
             return;
         }
-        if self.blocks_for(sequence.planned + 1) > sequence.table.len() as u32 {
+        let start = sequence.planned;
+        self.give_back(handle, start);
+        if self.blocks_for(start + 1) > self.sequence(handle).table.len() as u32 {
             while self.available() == 0 {
                 if !self.make_room(handle) {
                     return;

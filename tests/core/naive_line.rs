@@ -185,6 +185,13 @@ impl Naive {
         self.sequence_mut(handle).num_findable = num;
     }
 
+    /// The same, where the place in line hangs on it. It matters when: behind a window the first blocks may be lost first.
+    fn look_up_in_line(&mut self, handle: u64) {
+        if self.config.key == KeyPolicy::Prefix && self.sequence(handle).promotion.is_none() {
+            self.look_up(handle);
+        }
+    }
+
     /// Leading blocks that others hold.
     pub(super) fn num_held_by_others(&mut self, handle: u64) -> u32 {
         let is_held = |at: usize| self.blocks[at].num_holders > 0;
@@ -212,7 +219,7 @@ impl Naive {
         (sequence.since, sequence.num_bypasses) = (since, 0);
         (sequence.num_prefix_waits, sequence.num_held) = (0, 0);
         sequence.num_findable = 0;
-        self.look_up(handle);
+        self.look_up_in_line(handle);
         let score = self.score(handle);
         let sequence = self.sequence_mut(handle);
         sequence.score = score;
@@ -270,9 +277,8 @@ impl Naive {
     }
 
     pub(super) fn learn(&mut self, handle: u64, num_output: u32, is_whole: bool) {
-        let predicts =
-            self.config.admission == Admission::Peak
-                || matches!(self.config.key, KeyPolicy::Sjf | KeyPolicy::Own);
+        let predicts = self.config.admission == Admission::Peak
+            || matches!(self.config.key, KeyPolicy::Sjf | KeyPolicy::Own);
         if num_output > 0 && predicts {
             let tenant = self.sequence(handle).ask.tenant;
             self.tenants
@@ -295,7 +301,7 @@ impl Naive {
                 .find(|&&handle| self.refreshed.is_none_or(|after| self.key(handle) > after));
             let handle = *next.unwrap_or(&waiting[0]);
             self.refreshed = Some(self.key(handle));
-            self.look_up(handle);
+            self.look_up_in_line(handle);
             let score = self.score(handle);
             self.sequence_mut(handle).score = score;
         }
@@ -336,7 +342,7 @@ impl Naive {
         sequence.promotion = None;
         sequence.aged_until = None;
         sequence.num_recent_preemptions = 0;
-        self.look_up(handle);
+        self.look_up_in_line(handle);
         let score = self.score(handle);
         self.sequence_mut(handle).score = score;
         let key = (
@@ -392,14 +398,14 @@ impl Naive {
     /// Blocks that `handle` can ever need.
     pub(super) fn limit_blocks(&self, handle: u64) -> u32 {
         let sequence = self.sequence(handle);
-        self.blocks_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
+        self.held_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
     }
 
     /// Blocks that those running may ever need beside those that they hold.
     pub(super) fn outstanding(&self) -> u32 {
         self.handles(State::Running)
             .into_iter()
-            .map(|handle| self.limit_blocks(handle) - self.sequence(handle).table.len() as u32)
+            .map(|handle| self.limit_blocks(handle) - self.sequence(handle).num_held())
             .sum()
     }
 
@@ -408,7 +414,7 @@ impl Naive {
         let num_decoded = u32::from(self.plan.decodes.contains(&handle));
         let num_tokens = (sequence.planned + num_decoded).max(sequence.num_tokens());
         let last = sequence.ask.prompt.len() as u32 + self.predicted(handle, num_output) - 1;
-        let num_blocks = self.blocks_for(num_tokens).max(sequence.table.len() as u32);
+        let num_blocks = self.held_for(num_tokens).max(sequence.num_held());
         Member {
             handle,
             band: if sequence.state == State::Running {
@@ -418,7 +424,7 @@ impl Naive {
             },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
-            num_own: num_blocks - num_shared,
+            num_own: num_blocks.saturating_sub(num_shared),
             num_shared,
         }
     }
@@ -474,7 +480,8 @@ impl Naive {
         if self.config.admission != Admission::Peak || self.handles(State::Running).is_empty() {
             return Outlook::Fits;
         }
-        let fits_at_most = self.outstanding() + self.limit_blocks(handle) - num_shared <= num_available;
+        let fits_at_most =
+            self.outstanding() + self.limit_blocks(handle) - num_shared <= num_available;
         let spacing = self.spacing(handle);
         let is_early = self.next_step * 64 < self.next_entry;
         if fits_at_most && (!is_early || spacing.is_none()) {
@@ -483,7 +490,7 @@ impl Naive {
         let mut members = self.members();
         let running: u32 = members
             .iter()
-            .map(|member| self.blocks_for(member.num_tokens + member.rest))
+            .map(|member| self.held_for(member.num_tokens + member.rest))
             .sum();
         members.push(self.newcomer(handle, num_shared));
         let num_blocks = self.config.num_blocks;
@@ -516,6 +523,14 @@ impl Naive {
         let mut members = self.members();
         members.retain(|member| member.band <= band);
         if members.is_empty() {
+            return true;
+        }
+        // A forecast lets a window grow without end, but what each may ever hold is a bound as well.
+        let limits = members
+            .iter()
+            .map(|member| self.limit_blocks(member.handle));
+        let num_limit = limits.sum::<u32>() + self.limit_blocks(handle);
+        if self.config.window > 0 && num_limit <= self.highest_peak(handle) {
             return true;
         }
         members.push(self.newcomer(handle, hits));
@@ -567,6 +582,6 @@ impl Naive {
     /// Blocks that `handle`, which waits, may hold at its end.
     pub(super) fn final_blocks(&self, handle: u64) -> u32 {
         let sequence = self.sequence(handle);
-        self.blocks_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
+        self.held_for(sequence.ask.prompt.len() as u32 + sequence.max_output - 1)
     }
 }

@@ -108,6 +108,29 @@ impl Twins {
     }
 }
 
+/// A core and its naive twin through the same verbs, until nothing is left that could run.
+pub(crate) fn play_twins(config: &Config, verbs: &[Verb]) -> World {
+    // What it costs in time is not for a model that knows no costs.
+    let config = Config {
+        step_target_us: 0,
+        ..config.clone()
+    };
+    let mut twins = Twins {
+        naive: Naive::new(&config),
+        world: World::new(&config),
+    };
+    for verb in verbs {
+        twins.apply(verb);
+    }
+    let num_open = |world: &World| {
+        world.core.num_waiting() + world.core.num_running() + world.core.num_in_flight()
+    };
+    while num_open(&twins.world) > 0 {
+        twins.apply(&Verb::Turn);
+    }
+    twins.world
+}
+
 #[test]
 fn plans_are_those_of_a_naive_model() {
     let scope = Scope {
@@ -119,27 +142,9 @@ fn plans_are_those_of_a_naive_model() {
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..150));
     let seen = Cell::new(Seen::default());
     check(300, &strategy, |(config, verbs)| {
-        // What it costs in time is not for a model that knows no costs.
-        let config = Config {
-            step_target_us: 0,
-            ..config
-        };
-        let mut twins = Twins {
-            naive: Naive::new(&config),
-            world: World::new(&config),
-        };
-        for verb in &verbs {
-            twins.apply(verb);
-        }
-        while twins.world.core.num_waiting()
-            + twins.world.core.num_running()
-            + twins.world.core.num_in_flight()
-            > 0
-        {
-            twins.apply(&Verb::Turn);
-        }
+        let world = play_twins(&config, &verbs);
         let mut sum = seen.get();
-        sum.add(&twins.world.seen());
+        sum.add(&world.seen());
         seen.set(sum);
     });
     let seen = seen.get();

@@ -7,6 +7,46 @@ use noria_core::{Admission, KeyPolicy};
 use super::line::Outlook;
 use super::{Key, Naive, Sequence, State, Told};
 
+/// What a sequence that goes on finds of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hit {
+    Found(usize),
+    /// Its next row does not see it.
+    Behind,
+    /// It is copied back from the host.
+    Copied,
+}
+
+impl Hit {
+    fn found(&self) -> Option<usize> {
+        match *self {
+            Self::Found(at) => Some(at),
+            Self::Behind | Self::Copied => None,
+        }
+    }
+}
+
+/// Blocks without which a sequence need not compute, and where it goes on.
+#[derive(Debug)]
+struct Way {
+    hits: Vec<Hit>,
+    start: u32,
+}
+
+impl Way {
+    fn num(&self, is_counted: impl Fn(&Hit) -> bool) -> u32 {
+        self.hits.iter().filter(|hit| is_counted(hit)).count() as u32
+    }
+
+    fn num_found(&self) -> u32 {
+        self.num(|hit| hit.found().is_some())
+    }
+
+    fn num_copied(&self) -> u32 {
+        self.num(|&hit| hit == Hit::Copied)
+    }
+}
+
 /// What came of a try to admit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Entry {
@@ -33,6 +73,7 @@ impl Naive {
         let table = &self.sequence(handle).table;
         table
             .iter()
+            .flatten()
             .filter(|&&at| self.blocks[at].num_holders == 1)
             .count() as u32
     }
@@ -84,9 +125,9 @@ impl Naive {
             let most = sequence.ask.prompt.len() as u32 + sequence.max_output - 1;
             let ends_soon = most - sequence.planned <= self.config.block_size
                 || sequence.table.len() as u32 >= self.blocks_for(most);
-            let num_recomputed = self
-                .num_exclusive(handle)
-                .min(self.blocks_for(sequence.planned));
+            let num_behind = sequence.table.len() as u32 - sequence.num_held();
+            let num_recomputed =
+                (self.num_exclusive(handle) + num_behind).min(self.blocks_for(sequence.planned));
             let key = sequence.key;
             (
                 Reverse(key.0),
@@ -133,9 +174,13 @@ impl Naive {
             let (handle, start, count) = self.plan.prefills[i];
             let sequence = self.sequence(handle);
             let remaining = sequence.num_tokens() - sequence.planned;
-            if self.plan.left > 0 && remaining > 0 && self.hits(handle).is_empty() {
-                let num = self.chunk(sequence, &[], self.plan.left, count);
-                self.advance(handle, &[], num, Some((i, start, count)));
+            if self.plan.left > 0 && remaining > 0 && self.cached(handle).is_empty() {
+                let way = Way {
+                    hits: Vec::new(),
+                    start: sequence.planned,
+                };
+                let num = self.chunk(sequence, way.start, self.plan.left, count);
+                self.advance(handle, &way, num, Some((i, start, count)));
             }
         }
     }
@@ -163,9 +208,8 @@ impl Naive {
         (self.handles(State::Waiting).len() as u32).min(self.num_free_seats())
     }
 
-    fn chunk(&self, sequence: &Sequence, hits: &[usize], max_tokens: u32, num_taken: u32) -> u32 {
+    fn chunk(&self, sequence: &Sequence, start: u32, max_tokens: u32, num_taken: u32) -> u32 {
         let block_size = self.config.block_size;
-        let start = sequence.planned + hits.len() as u32 * block_size;
         let remaining = sequence.num_tokens() - start;
         let most = match self.config.long_prefill_token_threshold {
             0 => self.plan.left,
@@ -184,7 +228,38 @@ impl Naive {
         if whole > start { whole - start } else { most }
     }
 
-    fn hits(&self, handle: u64) -> Vec<usize> {
+    /// How `handle` can go on: by the cache, or by what it has on the host where that reaches further.
+    fn way(&self, handle: u64) -> Way {
+        let sequence = self.sequence(handle);
+        let block_size = self.config.block_size;
+        let hits = self.cached(handle);
+        let start = sequence.planned + hits.len() as u32 * block_size;
+        let Some((_, num_tokens, _)) = sequence.swapped else {
+            return Way { hits, start };
+        };
+        let end = num_tokens.min(sequence.num_tokens() - 1);
+        if end <= start {
+            return Way { hits, start };
+        }
+        let finds = self.config.enable_prefix_caching && sequence.ask.reads_prefix_cache;
+        let hit = |column: u32| {
+            if column < self.behind(end) {
+                return Hit::Behind;
+            }
+            let is_full = (column + 1) * block_size <= end;
+            let found = (finds && is_full)
+                .then(|| self.find(&self.content(handle, column)))
+                .flatten();
+            found.map_or(Hit::Copied, Hit::Found)
+        };
+        Way {
+            hits: (0..self.blocks_for(end)).map(hit).collect(),
+            start: end,
+        }
+    }
+
+    /// Blocks of the cache with which `handle` can go on.
+    fn cached(&self, handle: u64) -> Vec<Hit> {
         let sequence = self.sequence(handle);
         let held = sequence.table.len() as u32;
         let is_at_edge = sequence.planned == held * self.config.block_size;
@@ -192,21 +267,33 @@ impl Naive {
             return Vec::new();
         }
         let last = (sequence.num_tokens() - 1) / self.config.block_size;
-        (held..last)
-            .map_while(|column| self.find(&self.content(handle, column)))
-            .collect()
+        let found = |column: u32| self.find(&self.content(handle, column));
+        if self.config.window == 0 {
+            return (held..last)
+                .map_while(|column| found(column).map(Hit::Found))
+                .collect();
+        }
+        (held..=last)
+            .rev()
+            .find_map(|end| {
+                let low = self.behind(end * self.config.block_size).max(held);
+                let seen = (low..end).map(found).collect::<Option<Vec<usize>>>()?;
+                let behind = (held..low).map(|_| Hit::Behind);
+                Some(behind.chain(seen.into_iter().map(Hit::Found)).collect())
+            })
+            .unwrap_or_default()
     }
 
     fn go_on(&mut self, handle: u64, num_behind: usize) {
         let max_tokens = self.share(num_behind as u32 + self.num_newcomers());
         loop {
-            let hits = self.hits(handle);
-            let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
+            let way = self.way(handle);
+            let num = self.chunk(self.sequence(handle), way.start, max_tokens, 0);
             if num == 0 {
                 return;
             }
-            if self.advance(handle, &hits, num, None) {
-                self.refund(handle, hits.len() as u32 * self.config.block_size);
+            if self.advance(handle, &way, num, None) {
+                self.refund(handle, way.hits.len() as u32 * self.config.block_size);
                 return;
             }
             if !self.make_room(handle) {
@@ -215,42 +302,57 @@ impl Naive {
         }
     }
 
-    fn num_unheld(&self, hits: &[usize]) -> u32 {
-        hits.iter()
-            .filter(|&&at| self.blocks[at].num_holders == 0)
-            .count() as u32
+    fn num_unheld(&self, way: &Way) -> u32 {
+        way.num(|hit| {
+            hit.found()
+                .is_some_and(|at| self.blocks[at].num_holders == 0)
+        })
     }
 
     fn advance(
         &mut self,
         handle: u64,
-        hits: &[usize],
+        way: &Way,
         num: u32,
         row: Option<(usize, u32, u32)>,
     ) -> bool {
         let block_size = self.config.block_size;
-        let sequence = self.sequence(handle);
-        let start = sequence.planned + hits.len() as u32 * block_size;
-        let most_blocks = sequence.table.len() as u32 + hits.len() as u32 + self.available()
-            - self.num_unheld(hits);
+        let start = way.start;
+        self.give_back(handle, row.map_or(start, |(_, start, _)| start));
+        let num_given = way.hits.len() as u32 - way.num_copied();
+        let most_blocks = self.sequence(handle).table.len() as u32 + num_given + self.available()
+            - self.num_unheld(way);
         if most_blocks * block_size <= start {
             return false;
         }
         let end = (start + num).min(most_blocks * block_size);
-        let num_shared = self.num_shared(hits);
-        for &at in hits {
+        let num_shared = self.num_shared(way);
+        for at in way.hits.iter().filter_map(Hit::found) {
             self.cached.retain(|&cached| cached != at);
             self.blocks[at].num_holders += 1;
-            self.sequence_mut(handle).table.push(at);
         }
+        for hit in &way.hits {
+            match hit {
+                Hit::Copied => self.take_block(handle),
+                hit => self.sequence_mut(handle).table.push(hit.found()),
+            }
+        }
+        if let Some((num_blocks, ..)) = self.sequence_mut(handle).swapped.take()
+            && way.num_copied() > 0
+        {
+            self.pinned.push((self.next_step, num_blocks));
+            self.plan.num_swapped_in += way.num_copied();
+        }
+        // Full blocks that are copied back can be found by others at once.
+        self.offer(handle, start);
         while (self.sequence(handle).table.len() as u32) < self.blocks_for(end) {
             self.take_block(handle);
         }
         let sequence = self.sequence_mut(handle);
-        if !hits.is_empty() {
+        if !way.hits.is_empty() {
             sequence.num_shared += num_shared;
             sequence.offered = start / block_size;
-            sequence.computed += hits.len() as u32 * block_size;
+            sequence.computed += start - sequence.planned;
         }
         sequence.planned = end;
         let is_partial = end < sequence.num_tokens();
@@ -268,14 +370,9 @@ impl Naive {
 
     /// Blocks that the known tokens of running prefills still need.
     fn debt(&self) -> u32 {
-        let owing = self
-            .handles(State::Running)
-            .into_iter()
-            .map(|handle| self.sequence(handle));
-        let prefills = owing.filter(|sequence| !sequence.has_sampled);
-        prefills
-            .map(|sequence| self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32)
-            .sum()
+        let mut owing = self.handles(State::Running);
+        owing.retain(|&handle| !self.sequence(handle).has_sampled);
+        owing.into_iter().map(|handle| self.to_go(handle)).sum()
     }
 
     /// Those that are blocked let only their own band pass, and only if a seat is left.
@@ -313,7 +410,12 @@ impl Naive {
 
     /// Admits or resumes.
     fn admit(&mut self, handle: u64, num_behind: usize) -> Entry {
-        if !self.sequence(handle).in_flight.is_empty() || self.plan.gone.contains(&handle) {
+        let num_committed = self.num_committed();
+        let is_copied = |copied: (u32, u32, u64)| copied.2 <= num_committed;
+        if !self.sequence(handle).in_flight.is_empty()
+            || self.plan.gone.contains(&handle)
+            || !self.sequence(handle).swapped.is_none_or(is_copied)
+        {
             return Entry::Closed;
         }
         let need = self.need(handle);
@@ -336,26 +438,27 @@ impl Naive {
                 true
             }
         };
-        let hits = self.hits(handle);
-        if self.num_shared(&hits) < need.num_shared {
+        let way = self.way(handle);
+        if !self.begins_with_shared(&way, need.num_shared) {
             self.sequence_mut(handle).num_held = 0;
             return Entry::Closed;
         }
-        if self.may_wait_for_block(handle, hits.len() as u32) {
+        if way.num_copied() == 0 && self.may_wait_for_block(handle, way.hits.len() as u32) {
             return Entry::Passed;
         }
         let max_tokens = self.share(num_behind as u32 + self.num_newcomers().saturating_sub(1));
-        let num = self.chunk(self.sequence(handle), &hits, max_tokens, 0);
-        if num == 0 {
+        let num = self.chunk(self.sequence(handle), way.start, max_tokens, 0);
+        let has_room = self.plan.num_swapped_in + way.num_copied() <= self.max_swaps();
+        if num == 0 || !has_room {
             return Entry::Closed;
         }
-        if displaces && !self.displace(handle, &hits, need) {
+        if displaces && !self.displace(handle, &way, need) {
             return in_vain;
         }
-        self.note_entry(handle, self.num_shared(&hits));
+        self.note_entry(handle, self.num_shared(&way));
         self.leave(handle);
         let key = self.key(handle);
-        let num_hit_tokens = hits.len() as u32 * self.config.block_size;
+        let num_hit_tokens = way.start;
         if !self.sequence(handle).was_admitted {
             let num_charged = self.sequence(handle).num_tokens() - num_hit_tokens;
             let weight = u64::from(self.config.fair_input_weight);
@@ -364,12 +467,21 @@ impl Naive {
         let sequence = self.sequence_mut(handle);
         (sequence.state, sequence.key, sequence.was_admitted) = (State::Running, key, true);
         self.plan.told.push(Told::Entered(handle, num_hit_tokens));
-        assert!(self.advance(handle, &hits, num, None));
+        assert!(self.advance(handle, &way, num, None));
         Entry::Taken
     }
 
-    fn num_shared(&self, hits: &[usize]) -> u32 {
-        hits.len() as u32 - self.num_unheld(hits)
+    fn num_shared(&self, way: &Way) -> u32 {
+        way.num_found() - self.num_unheld(way)
+    }
+
+    fn begins_with_shared(&self, way: &Way, num_shared: u32) -> bool {
+        let is_shared = |hit: &Hit| {
+            hit.found()
+                .is_some_and(|at| self.blocks[at].num_holders > 0)
+        };
+        let num_leading = way.hits.iter().take_while(|hit| is_shared(hit)).count();
+        num_leading as u32 >= num_shared
     }
 
     /// Whether a prefill of this plan goes on with the very block that `handle` would begin with.
@@ -397,12 +509,16 @@ impl Naive {
     }
 
     fn need(&mut self, handle: u64) -> Need {
-        let num_shared = self.num_held_by_others(handle);
+        // Where there is a window, all that it sees counts, shared or not.
+        let num_shared = match self.config.window {
+            0 => self.num_held_by_others(handle),
+            _ => 0,
+        };
         let is_reserved = self.config.admission == Admission::Reserve;
         let num_wanted = if is_reserved {
             self.limit_blocks(handle)
         } else {
-            self.blocks_for(self.sequence(handle).num_tokens())
+            self.held_for(self.sequence(handle).num_tokens())
         };
         Need {
             num_new: num_wanted - num_shared,
@@ -464,7 +580,7 @@ impl Naive {
     }
 
     /// Makes seat, adapter and blocks available at the cost of worse bands; all or nothing.
-    fn displace(&mut self, handle: u64, hits: &[usize], mut need: Need) -> bool {
+    fn displace(&mut self, handle: u64, way: &Way, mut need: Need) -> bool {
         let band = self.band(handle);
         let ranking = self.ranking();
         let may_go =
@@ -492,7 +608,7 @@ impl Naive {
             leaving = ranking.clone();
             leaving.retain(|victim| all.contains(victim));
             for &victim in &leaving {
-                self.count_out(&mut need, hits, victim);
+                self.count_out(&mut need, &way.hits, victim);
             }
             need.has_adapter = true;
         }
@@ -503,7 +619,7 @@ impl Naive {
             let Some(&victim) = next else {
                 return false;
             };
-            self.count_out(&mut need, hits, victim);
+            self.count_out(&mut need, &way.hits, victim);
             leaving.push(victim);
         }
         for victim in ranking {
@@ -514,14 +630,17 @@ impl Naive {
         true
     }
 
-    fn count_out(&self, need: &mut Need, hits: &[usize], victim: u64) {
+    /// What comes free with `victim`, but for what was counted as shared already.
+    fn count_out(&self, need: &mut Need, hits: &[Hit], victim: u64) {
         let sequence = self.sequence(victim);
-        let freed = |&&at: &&usize| self.blocks[at].num_holders == 1 && !hits.contains(&at);
-        need.num_available += sequence.table.iter().filter(freed).count() as u32;
+        let shared = &hits[..need.num_shared as usize];
+        let freed =
+            |at: &&usize| self.blocks[**at].num_holders == 1 && !shared.contains(&Hit::Found(**at));
+        need.num_available += sequence.table.iter().flatten().filter(freed).count() as u32;
         if self.config.admission == Admission::Reserve {
-            need.debt -= self.limit_blocks(victim) - sequence.table.len() as u32;
+            need.debt -= self.limit_blocks(victim) - sequence.num_held();
         } else if !sequence.has_sampled {
-            need.debt -= self.blocks_for(sequence.num_tokens()) - sequence.table.len() as u32;
+            need.debt -= self.to_go(victim);
         }
         need.has_seat = true;
         need.num_running -= 1;

@@ -4,18 +4,14 @@ use std::cell::Cell;
 
 use proptest::prelude::*;
 
-use crate::support::{Seen, World};
-use crate::traffic::{Scope, apply, check, configs, verbs, wind_up};
+use crate::support::Seen;
+use crate::traffic::{Scope, check, configs, play, verbs};
 
 fn traffic(scope: Scope, num_cases: u32) {
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..120));
     let seen = Cell::new(Seen::default());
     check(num_cases, &strategy, |(config, verbs)| {
-        let mut world = World::new(&config);
-        for verb in &verbs {
-            apply(&mut world, verb);
-        }
-        wind_up(&mut world);
+        let world = play(&config, &verbs);
         let mut sum = seen.get();
         sum.add(&world.seen());
         seen.set(sum);
@@ -43,6 +39,12 @@ fn traffic(scope: Scope, num_cases: u32) {
     assert_eq!(
         seen.shrinks > 0 && seen.growths > 0 && seen.slides > 0,
         scope.has_resizes && !scope.is_static,
+        "{seen:?}"
+    );
+    assert_eq!(seen.window_blocks > 0, !scope.is_static, "{seen:?}");
+    assert_eq!(
+        seen.swapped_out > 0 && seen.swapped_in > 0 && seen.swap_misses > 0,
+        !scope.is_static,
         "{seen:?}"
     );
     assert_eq!(

@@ -87,6 +87,8 @@ prop_compose! {
         max_queued in prop_oneof![4 => Just(64u32), 1 => 1u32..=4],
         (max_moves, forced_moves) in (prop_oneof![1 => Just(0u32), 4 => 1u32..=3, 4 => Just(64u32)], 0u32..=3),
         is_contiguous in prop::bool::weighted(0.3),
+        window in prop_oneof![3 => Just(0u32), 2 => 1u32..=12],
+        num_swap_blocks in prop_oneof![2 => Just(0u32), 1 => 1u32..=6, 1 => Just(64u32)],
     ) -> Config {
         let contiguous = is_contiguous && scope.has_resizes && !scope.is_static;
         Config {
@@ -126,6 +128,8 @@ prop_compose! {
             forced_moves: if contiguous { 0 } else { forced_moves.min(max_moves) },
             contiguous,
             num_kv_events: 1024,
+            window: if contiguous || scope.is_static { 0 } else { window },
+            num_swap_blocks: if contiguous || scope.is_static { 0 } else { num_swap_blocks },
         }
     }
 }
@@ -374,6 +378,16 @@ pub(crate) fn wind_up(world: &mut World) {
     assert_eq!(world.ledger.live().count(), 0);
 }
 
+/// A world in which all `verbs` were applied and everything has come to its end.
+pub(crate) fn play(config: &Config, verbs: &[Verb]) -> World {
+    let mut world = World::new(config);
+    for verb in verbs {
+        apply(&mut world, verb);
+    }
+    wind_up(&mut world);
+    world
+}
+
 /// `PROPTEST_CASES` makes it longer, `NORIA_TEST_SEED` another.
 pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::Value)) {
     let number = |name: &str| {
@@ -381,16 +395,28 @@ pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::
             .ok()
             .and_then(|text| text.parse::<u64>().ok())
     };
+    let num_cases = number("PROPTEST_CASES").map_or(num_cases, |cases| cases as u32);
+    let seed = number("NORIA_TEST_SEED").unwrap_or(0);
+    check_from(seed, num_cases, strategy, test);
+}
+
+/// The same cases for the same seed.
+pub(crate) fn check_from<S: Strategy>(
+    number: u64,
+    num_cases: u32,
+    strategy: &S,
+    test: impl Fn(S::Value),
+) {
     let config = ProptestConfig {
-        cases: number("PROPTEST_CASES").map_or(num_cases, |cases| cases as u32),
+        cases: num_cases,
         failure_persistence: None,
         max_shrink_iters: 20_000,
         ..ProptestConfig::default()
     };
-    let mut seed = [7; 32];
-    seed[..8].copy_from_slice(&number("NORIA_TEST_SEED").unwrap_or(0).to_le_bytes());
+    let mut seed = [7; 16];
+    seed[..8].copy_from_slice(&number.to_le_bytes());
     let mut runner =
-        TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
+        TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::XorShift, &seed));
     let result = runner.run(strategy, |value| {
         test(value);
         Ok(())

@@ -20,6 +20,7 @@ class Model:
     head_dim: int = 64
     max_position_embeddings: int = 8192
     vocab_size: int = 49152
+    layer_windows: tuple[int | None, ...] = (None,) * 30
 
 
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4

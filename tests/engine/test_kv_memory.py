@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from torch_harness import Answer, TorchBench, make_asks, tiny_config
 
+from noria.config import EngineConfig
 from noria.engine import Engine
 from noria.errors import ConfigError
 from noria.kv_stats import MOVED, REMOVED, STORED, KvEvents
@@ -152,3 +153,81 @@ def test_memory_of_a_smaller_cache_goes_back_to_the_system() -> None:
     assert done.returncode == 0, done.stderr
     size, fallen, left = (int(word) for word in done.stdout.split())
     assert fallen > (size - left) * 9 // 10
+
+
+@pytest.mark.parametrize("max_moves", [0, 64])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_contiguous_sequences_that_slide_change_no_token(
+    tiny_model: Model, alone: list[Answer], depth: int, max_moves: int
+) -> None:
+    config = tiny_config(
+        depth=depth,
+        num_kv_blocks=26,
+        block_size=8,
+        contiguous=True,
+        enable_prefix_caching=False,
+        max_moves=max_moves,
+    )
+    bench = TorchBench(tiny_model, config)
+    runs_per_sequence = []
+    run = bench.run([*ASKS, *ASKS], lambda *_: runs_per_sequence.append(bench.engine.kv_stats()))
+    assert run.answers == [*alone, *alone]
+    assert max(stats.num_sequences for stats in runs_per_sequence) > 1
+    assert all(stats.num_runs == stats.num_sequences for stats in runs_per_sequence)
+    assert run.stats.num_run_misses > 0
+    assert (run.stats.num_moves > 0) == (max_moves > 0)
+
+
+def test_contiguous_sequences_of_a_cache_that_is_resized_change_no_token(
+    tiny_model: Model, alone: list[Answer]
+) -> None:
+    config = tiny_config(
+        num_kv_blocks=60, contiguous=True, enable_prefix_caching=False, watermark=0.0
+    )
+    bench = TorchBench(tiny_model, config)
+    sizes = {3: 14, 14: 40}
+
+    def on_turn(turn: int, _: object) -> None:
+        if turn in sizes:
+            bench.engine.resize_kv_cache(sizes[turn])
+            bench.num_blocks = sizes[turn]
+
+    run = bench.run(ASKS, on_turn)
+    assert run.answers == alone
+    assert bench.kv.num_blocks == 40
+    assert run.stats.num_moves > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"contiguous": True}, r"contiguous is True, and so is enable_prefix_caching; "),
+        (
+            {"contiguous": True, "enable_prefix_caching": False, "batching": "padded"},
+            r"contiguous is True, and batching is 'padded'; it must be 'continuous' with it",
+        ),
+        ({"contiguous": 1}, "contiguous is 1; it must be True or False"),
+        ({"max_moves": -1}, "max_moves is -1; it must be an integer from 0 to 65536"),
+    ],
+)
+def test_options_of_moves_that_do_not_go_together_are_refused(
+    changes: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        EngineConfig(model="tiny", **changes)  # type: ignore[arg-type]
+
+
+def test_a_core_that_may_not_move_blocks_cannot_shrink_while_they_are_held(
+    tiny_model: Model, alone: list[Answer]
+) -> None:
+    bench = TorchBench(tiny_model, tiny_config(num_kv_blocks=60, max_moves=0, watermark=0.0))
+
+    def on_turn(turn: int, _: object) -> None:
+        if turn == 3:
+            bench.engine.resize_kv_cache(12)
+            bench.num_blocks = 12
+
+    run = bench.run(ASKS, on_turn)
+    assert run.answers == alone
+    assert run.stats.num_moves == 0
+    assert bench.kv.num_blocks == 12  # once those that held blocks beyond had ended

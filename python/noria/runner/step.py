@@ -8,7 +8,7 @@ from noria._core import StepLayout
 
 _HEADER_WORDS = 32
 _GAINED_WORDS = 8
-_MOVE_WORDS = 2
+_PAIR_WORDS = 2
 
 
 class StepView:
@@ -30,6 +30,8 @@ class StepView:
         "_row_flags",
         "_row_seat",
         "_row_start",
+        "_swap_in",
+        "_swap_out",
         "buffer",
     )
 
@@ -40,9 +42,9 @@ class StepView:
         self._gained = self.buffer[layout.offset_gained : layout.offset_gained_blocks].reshape(
             -1, _GAINED_WORDS
         )
-        self._moves = self._section(layout.offset_moves, layout.capacity_moves * _MOVE_WORDS).reshape(
-            -1, _MOVE_WORDS
-        )
+        self._moves = self._pairs(layout.offset_moves, layout.capacity_moves)
+        self._swap_out = self._pairs(layout.offset_swap_out, layout.capacity_swaps)
+        self._swap_in = self._pairs(layout.offset_swap_in, layout.capacity_swaps)
         self._row_seat = self._section(layout.offset_row_seat, layout.max_rows)
         self._row_start = self._section(layout.offset_row_start, layout.max_rows)
         self._row_count = self._section(layout.offset_row_count, layout.max_rows)
@@ -51,6 +53,9 @@ class StepView:
 
     def _section(self, offset: int, num_words: int) -> npt.NDArray[np.int32]:
         return self.buffer[offset : offset + num_words]
+
+    def _pairs(self, offset: int, num: int) -> npt.NDArray[np.int32]:
+        return self._section(offset, num * _PAIR_WORDS).reshape(-1, _PAIR_WORDS)
 
     @property
     def step(self) -> int:
@@ -118,6 +123,16 @@ class StepView:
     def moves(self) -> npt.NDArray[np.int32]:
         """`[num_moves, 2]`: source block, destination block."""
         return self._moves[: self._header[_core.H_NUM_MOVES]]
+
+    @property
+    def swap_out(self) -> npt.NDArray[np.int32]:
+        """`[n, 2]`: block, host block that it is copied to; before all else of the step."""
+        return self._swap_out[: self._header[_core.H_NUM_SWAP_OUT]]
+
+    @property
+    def swap_in(self) -> npt.NDArray[np.int32]:
+        """`[n, 2]`: host block, block that it is copied to; behind `swap_out`, before `moves`."""
+        return self._swap_in[: self._header[_core.H_NUM_SWAP_IN]]
 
     @property
     def row_seat(self) -> npt.NDArray[np.int32]:

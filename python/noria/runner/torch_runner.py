@@ -82,10 +82,15 @@ class TorchExecutor:
                     [init.context for init in inits],
                 )
                 self._prompt_scorer.set_seats(view.gained_seats, inits)
-            moves = view.moves
-            if len(moves):
-                src, dst = torch.from_numpy(moves.T.astype(np.int64))
-                self._kv.move(src.to(self._device), dst.to(self._device))
+            # In this order: a block that is copied to the host may be copied back to, and moved, in the same step.
+            for pairs, copy in (
+                (view.swap_out, self._kv.swap_out),
+                (view.swap_in, self._kv.swap_in),
+                (view.moves, self._kv.move),
+            ):
+                if len(pairs):
+                    src, dst = torch.from_numpy(pairs.T.astype(np.int64))
+                    copy(src, dst)
 
     def forward(self, view: StepView) -> None:
         with torch.inference_mode(), _device_errors():

@@ -130,6 +130,8 @@ impl Core {
         forced_moves = 0,
         contiguous = false,
         num_kv_events = 0,
+        window = 0,
+        num_swap_blocks = 0,
         record = false,
     ))]
     #[allow(
@@ -171,6 +173,8 @@ impl Core {
         forced_moves: u32,
         contiguous: bool,
         num_kv_events: u32,
+        window: u32,
+        num_swap_blocks: u32,
         record: bool,
     ) -> PyResult<Self> {
         let key = errors::chosen(py, "scheduling_policy", scheduling_policy, &KEYS)?;
@@ -209,6 +213,8 @@ impl Core {
             forced_moves,
             contiguous,
             num_kv_events,
+            window,
+            num_swap_blocks,
         };
         let scheduler = if record {
             Scheduler::recorded(config)

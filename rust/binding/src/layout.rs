@@ -34,6 +34,7 @@ step_layout! {
     block_size,
     num_blocks,
     max_drafts,
+    window,
     max_logits,
     max_events,
     offset_lost,
@@ -41,6 +42,8 @@ step_layout! {
     offset_gained_blocks,
     offset_table_changes,
     offset_moves,
+    offset_swap_out,
+    offset_swap_in,
     offset_row_seat,
     offset_row_start,
     offset_row_count,
@@ -51,4 +54,5 @@ step_layout! {
     capacity_gained_blocks,
     capacity_table_changes,
     capacity_moves,
+    capacity_swaps,
 }

@@ -98,6 +98,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ("H_MAX_CONTEXT", header::MAX_CONTEXT),
         ("H_NUM_HOST_MASKED", header::NUM_HOST_MASKED),
         ("H_MAX_COUNT", header::MAX_COUNT),
+        ("H_NUM_SWAP_OUT", header::NUM_SWAP_OUT),
+        ("H_NUM_SWAP_IN", header::NUM_SWAP_IN),
     ] {
         module.add(name, word)?;
     }

@@ -1,10 +1,11 @@
 //! An independent recount: every invariant from scratch, trusting no counter that it verifies.
 
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::accounts::AccountId;
-use crate::ids::{BlockId, Slot};
+use crate::ids::{BlockId, Seat, Slot};
 use crate::kv::Kv;
 use crate::policy::{Admission, KeyPolicy};
 use crate::scheduler::Scheduler;
@@ -20,6 +21,7 @@ impl Scheduler {
         self.check_queue();
         self.check_pool();
         self.check_in_flight();
+        self.check_host_pool();
         for (slot, sequence) in self.arena.iter() {
             self.check_sequence(slot, sequence);
         }
@@ -99,7 +101,10 @@ impl Scheduler {
         self.check_sums();
         self.check_tier();
         self.check_adapters();
-        let deadlines = self.arena.iter().filter(|(_, sequence)| !sequence.is_ghost());
+        let deadlines = self
+            .arena
+            .iter()
+            .filter(|(_, sequence)| !sequence.is_ghost());
         let first = deadlines
             .filter_map(|(_, sequence)| sequence.standing.expires_us)
             .min();
@@ -116,7 +121,7 @@ impl Scheduler {
             let most_tokens = sequence.num_prompt + sequence.max_output - 1;
             assert_eq!(
                 standing.num_limit_blocks,
-                self.config.blocks_for(most_tokens),
+                self.config.held_blocks_for(most_tokens),
                 "blocks that a request can need"
             );
             let is_waiting = sequence.state == State::Waiting;
@@ -193,14 +198,20 @@ impl Scheduler {
 
     fn check_pool(&self) {
         let kv = &self.kv;
-        let mut num_holders: BTreeMap<BlockId, u32> = BTreeMap::new();
+        let num_ever = kv.pool.num_ever();
+        let mut num_holders = vec![0_u32; num_ever as usize + 1];
         for (_, sequence) in self.arena.iter() {
             let Some(seat) = sequence.seat() else {
                 continue;
             };
-            for &block in kv.table(seat) {
+            let (behind, held) = kv.table(seat).split_at(kv.num_behind(seat) as usize);
+            assert!(
+                behind.iter().all(|&block| block == BlockId(0)),
+                "what was given back is block 0"
+            );
+            for &block in held {
                 assert!(
-                    block.0 >= 1 && block.0 <= kv.pool.num_ever(),
+                    block.0 >= 1 && block.0 <= num_ever,
                     "block {} is in the pool",
                     block.0
                 );
@@ -209,73 +220,109 @@ impl Scheduler {
                     "block {} is being moved only in a plan",
                     block.0
                 );
-                *num_holders.entry(block).or_default() += 1;
+                num_holders[block.index()] += 1;
             }
         }
-        let num_entries: u32 = num_holders.values().sum();
-        assert_eq!(kv.num_entries(), num_entries, "entries of tables");
-        for block in (1..=kv.pool.num_ever()).map(BlockId) {
-            let held = num_holders.get(&block).copied().unwrap_or(0);
+        assert_eq!(
+            kv.num_entries(),
+            num_holders.iter().sum::<u32>(),
+            "entries of tables"
+        );
+        let is_free = check_free_runs(kv);
+        let mut is_cached = vec![false; num_holders.len()];
+        let mut num_cached = 0;
+        for block in kv.pool.cached() {
+            assert!(
+                !is_cached[block.index()],
+                "block {} is cached twice",
+                block.0
+            );
+            is_cached[block.index()] = true;
+            num_cached += 1;
+        }
+        assert_eq!(num_cached, kv.pool.num_cached(), "cached blocks");
+        let (mut num_in_all, mut num_beyond) = (0, 0);
+        for block in (1..=num_ever).map(BlockId) {
+            let at = block.index();
+            let held = num_holders[at];
             assert_eq!(
                 kv.pool.num_holders(block),
                 held,
                 "holders of block {}",
                 block.0
             );
-        }
-        let free = check_free_runs(kv);
-        let cached: Vec<BlockId> = kv.pool.cached().collect();
-        assert_eq!(cached.len(), kv.pool.num_cached() as usize, "cached blocks");
-        for &block in &free {
+            let states = [is_free[at], is_cached[at], held > 0];
+            let num_states = states.iter().filter(|&&is_so| is_so).count();
+            assert!(num_states <= 1, "block {} is free, cached or held", block.0);
+            let is_registered = kv.cache.is_registered(block);
             assert!(
-                !num_holders.contains_key(&block),
-                "block {} is free and held",
-                block.0
-            );
-            assert!(
-                !kv.cache.is_registered(block),
+                !(is_free[at] && is_registered),
                 "free block {} can be found",
                 block.0
             );
-        }
-        for &block in &cached {
             assert!(
-                block.0 <= self.config.num_blocks,
-                "cached block {} is within the limit",
-                block.0
-            );
-            assert!(
-                !num_holders.contains_key(&block),
-                "block {} is cached and held",
-                block.0
-            );
-            assert!(
-                !free.contains(&block),
-                "block {} is cached and free",
-                block.0
-            );
-            assert!(
-                kv.cache.is_registered(block),
+                is_registered || !is_cached[at],
                 "cached block {} cannot be found",
                 block.0
             );
+            let is_beyond = block.0 > self.config.num_blocks;
+            assert!(
+                !(is_beyond && is_cached[at]),
+                "cached block {} is within the limit",
+                block.0
+            );
+            num_in_all += num_states as u32;
+            num_beyond += u32::from(is_beyond && held > 0);
         }
-        let num_beyond = num_holders
-            .keys()
-            .filter(|block| block.0 > self.config.num_blocks)
-            .count();
         assert_eq!(
-            free.len() + cached.len() + num_holders.len(),
-            self.config.num_blocks as usize + num_beyond,
+            num_in_all,
+            self.config.num_blocks + num_beyond,
             "free + cached + held = total"
         );
         assert_eq!(
-            kv.pool.num_blocks() as usize,
-            self.config.num_blocks as usize + num_beyond,
+            kv.pool.num_blocks(),
+            self.config.num_blocks + num_beyond,
             "the total is the limit, and what is held beyond it"
         );
         assert_eq!(kv.pool.limit(), self.config.num_blocks, "the limit");
-        check_cache(kv, kv.pool.num_ever());
+        check_cache(kv, num_ever);
+    }
+
+    /// Each block of the host's memory is free, or of one sequence that waits, or pinned by one step.
+    fn check_host_pool(&self) {
+        let mut blocks: Vec<u32> = self.host.free().collect();
+        assert_eq!(
+            blocks.len(),
+            self.host.num_free() as usize,
+            "free host blocks"
+        );
+        for (_, sequence) in self.arena.iter() {
+            let swapped = &sequence.swapped;
+            blocks.extend(&swapped.blocks);
+            assert!(
+                swapped.is_empty() || sequence.state == State::Waiting,
+                "who has KV on the host waits"
+            );
+            let is_written = |step| self.steps.contains(step);
+            assert!(
+                swapped.step.is_none_or(is_written),
+                "a copy is there, or in flight"
+            );
+            let end = self.config.blocks_for(swapped.num_tokens);
+            assert!(
+                swapped.is_empty() || swapped.blocks.len() as u32 == end - swapped.first,
+                "a copy is of whole blocks"
+            );
+        }
+        for (_, swapped) in self.steps.iter().flat_map(|step| &step.swapped_in) {
+            blocks.extend(&swapped.blocks);
+            assert_eq!(swapped.step, None, "what is copied back was confirmed");
+        }
+        blocks.sort_unstable();
+        assert!(
+            blocks.iter().copied().eq(0..self.config.num_swap_blocks),
+            "each host block is somewhere, once"
+        );
     }
 
     fn check_in_flight(&self) {
@@ -337,6 +384,29 @@ impl Scheduler {
         }
     }
 
+    /// What was given back is seen by no later row, and what is kept is bounded.
+    fn check_window(&self, slot: Slot, sequence: &Sequence, seat: Seat) {
+        let num_behind = self.kv.num_behind(seat);
+        let handle = self.arena.handle(slot);
+        // Drafts may all be rejected.
+        let num_doubtful: u32 = self
+            .steps
+            .iter()
+            .flat_map(|step| &step.rows)
+            .filter(|row| row.handle == handle && row.residency == sequence.residency)
+            .map(|row| u32::from(row.max_ids).saturating_sub(1))
+            .sum();
+        let next = sequence.num_planned - num_doubtful;
+        assert!(
+            num_behind <= self.config.num_blocks_behind(next),
+            "{num_behind} blocks were given back of a sequence that goes on from {next}"
+        );
+        assert!(
+            self.config.window == 0 || self.kv.num_held(seat) <= self.limit_blocks(slot),
+            "a sequence holds what its window and a row lie in"
+        );
+    }
+
     fn check_sequence(&self, slot: Slot, sequence: &Sequence) {
         let num_tokens = sequence.num_tokens();
         assert_eq!(sequence.row, PlannedRow::default(), "no plan is being made");
@@ -380,6 +450,7 @@ impl Scheduler {
             sequence.num_sent, num_entries,
             "the runner was told the whole table"
         );
+        self.check_window(slot, sequence, seat);
         if !sequence.is_ghost() && sequence.has_sampled {
             assert_eq!(
                 sequence.num_planned + 1,
@@ -395,7 +466,7 @@ impl Scheduler {
             );
         }
         // A block that others can find, and that this sequence claims as its prefix, holds this sequence's tokens.
-        for column in 0..sequence.num_registered {
+        for column in self.kv.num_behind(seat)..sequence.num_registered {
             let block = self.kv.table(seat)[column as usize];
             if self.kv.cache.is_registered(block) {
                 assert_eq!(
@@ -408,8 +479,8 @@ impl Scheduler {
     }
 }
 
-/// The free blocks: in runs that do not touch, each listed by its length and tagged at both ends.
-fn check_free_runs(kv: &Kv) -> BTreeSet<BlockId> {
+/// Which blocks are free: in runs that do not touch, each listed by its length and tagged at both ends.
+fn check_free_runs(kv: &Kv) -> Vec<bool> {
     let mut runs: Vec<(BlockId, u32)> = kv.pool.free_runs().collect();
     runs.sort_unstable();
     for pair in runs.windows(2) {
@@ -419,16 +490,18 @@ fn check_free_runs(kv: &Kv) -> BTreeSet<BlockId> {
         );
     }
     kv.pool.check_tags(&runs);
-    let free: BTreeSet<BlockId> = runs
-        .iter()
-        .flat_map(|&(first, len)| (first.0..first.0 + len).map(BlockId))
-        .collect();
-    assert_eq!(free.len(), kv.pool.num_free() as usize, "free blocks");
-    assert!(
-        free.last().is_none_or(|last| last.0 <= kv.pool.limit()),
-        "free blocks are within the limit"
-    );
-    free
+    let mut is_free = vec![false; kv.pool.num_ever() as usize + 1];
+    let mut num_free = 0;
+    for &(first, len) in &runs {
+        assert!(
+            first.0 + len - 1 <= kv.pool.limit(),
+            "free blocks are within the limit"
+        );
+        is_free[first.index()..][..len as usize].fill(true);
+        num_free += len;
+    }
+    assert_eq!(num_free, kv.pool.num_free(), "free blocks");
+    is_free
 }
 
 fn check_cache(kv: &Kv, num_blocks: u32) {

@@ -71,6 +71,10 @@ pub struct Config {
     pub contiguous: bool,
     /// KV events kept; 0 for none.
     pub num_kv_events: u32,
+    /// Tokens that a token sees in every layer, itself included: KV behind them is given back. 0 where some layer sees all.
+    pub window: u32,
+    /// Blocks of the host's memory, to which the KV of preempted sequences is copied; 0: it is computed again.
+    pub num_swap_blocks: u32,
 }
 
 impl Default for Config {
@@ -108,6 +112,8 @@ impl Default for Config {
             forced_moves: 0,
             contiguous: false,
             num_kv_events: 0,
+            window: 0,
+            num_swap_blocks: 0,
         }
     }
 }
@@ -128,7 +134,7 @@ const MAX_COUNT: u32 = 1 << 30;
 
 const MAX_SLOTS: u64 = i32::MAX as u64;
 
-const NUM_RANGES: usize = 17;
+const NUM_RANGES: usize = 19;
 
 impl Config {
     pub(crate) fn validated(self) -> Result<Self, ConfigError> {
@@ -243,6 +249,18 @@ impl Config {
                 1 << 20,
                 "from 0 to 2^20",
             ),
+            ("window", self.window, 0, MAX_COUNT, "from 0 to 2^30"),
+            (
+                "num_swap_blocks",
+                self.num_swap_blocks,
+                0,
+                if self.contiguous || self.admission.is_static() {
+                    0
+                } else {
+                    MAX_COUNT
+                },
+                "from 0 to 2^30, and 0 where sequences are contiguous or batches are static",
+            ),
         ]
     }
 
@@ -270,6 +288,13 @@ impl Config {
                 name: "contiguous",
                 value: 1,
                 expected: "0 where the prefix cache is on or batches are static (blocks of a run are not shared)",
+            });
+        }
+        if self.window > 0 && (self.contiguous || self.admission.is_static()) {
+            return Err(ConfigError {
+                name: "window",
+                value: self.window.into(),
+                expected: "0 where sequences are contiguous or batches are static (they keep what they reserve)",
             });
         }
         if self.max_queued_tokens == 0 {
@@ -312,6 +337,41 @@ impl Config {
         num_tokens.div_ceil(self.block_size)
     }
 
+    /// The blocks that a sequence of `num_tokens` holds at once, at most.
+    pub(crate) fn held_blocks_for(&self, num_tokens: u32) -> u32 {
+        self.held_columns(self.blocks_for(num_tokens))
+    }
+
+    /// The blocks that a sequence with a table of `num_columns` holds at once, at most.
+    pub(crate) fn held_columns(&self, num_columns: u32) -> u32 {
+        match self.window {
+            0 => num_columns,
+            _ => num_columns.min(self.max_window_blocks()),
+        }
+    }
+
+    /// Where there is a window: what its tokens and the longest row lie in, and drafts that may be rejected.
+    pub(crate) fn max_window_blocks(&self) -> u32 {
+        let num_drafted = match self.max_drafts {
+            0 => 0,
+            num_drafts => self.depth * (num_drafts + 1),
+        };
+        self.blocks_for(self.window - 1 + self.max_num_batched_tokens + num_drafted) + 1
+    }
+
+    /// The first position whose row leaves another block behind than the first `num_behind`.
+    pub(crate) fn next_release(&self, num_behind: u32) -> u32 {
+        match self.window {
+            0 => u32::MAX,
+            window => (num_behind + 1) * self.block_size + window - 1,
+        }
+    }
+
+    /// Leading blocks that a row from position `start` on does not see.
+    pub(crate) fn num_blocks_behind(&self, start: u32) -> u32 {
+        num_blocks_behind(self.window, self.block_size, start)
+    }
+
     /// Aged requests at once: of the seats, a quarter.
     pub(crate) fn max_aged(&self) -> usize {
         (self.max_num_seqs as usize / 4).max(1)
@@ -321,4 +381,12 @@ impl Config {
     pub(crate) fn max_blocks_per_seq(&self) -> u32 {
         self.blocks_for(self.max_model_len)
     }
+}
+
+/// Leading blocks of `block_size` that a row from position `start` on does not see; without a window it sees all.
+pub(crate) fn num_blocks_behind(window: u32, block_size: u32, start: u32) -> u32 {
+    if window == 0 {
+        return 0;
+    }
+    (start + 1).saturating_sub(window) / block_size
 }

@@ -1,13 +1,14 @@
 //! From a step buffer to the arrays that a model reads: a pure function of the buffer and the runner's seat state.
 //!
-//! O(rows + tokens + table entries gained); allocates nothing.
+//! O(rows + tokens + table entries gained and cleared); allocates nothing.
 
+use crate::config::num_blocks_behind;
 use crate::layout::{CHANGE_WORDS, GAINED_WORDS, StepLayout, flags, header};
 
 /// What a runner remembers by seat.
 #[derive(Debug)]
 pub struct SeatState<'a> {
-    /// `[max_num_seqs, max_blocks_per_seq]`; unused entries are block 0.
+    /// `[max_num_seqs, max_blocks_per_seq]`; unused entries, and those behind the window, are block 0.
     pub block_tables: &'a mut [i32],
     /// The last token sampled; the runner writes it.
     pub last_token: &'a [i64],
@@ -52,10 +53,11 @@ pub fn apply(layout: &StepLayout, buffer: &[i32], seats: &mut SeatState<'_>) {
         let blocks = &buffer[layout.offset_gained_blocks + entry[7] as usize..][..num_blocks];
         let table = &mut seats.block_tables[seat * columns..][..columns];
         table[..num_blocks].copy_from_slice(blocks);
-        // What an earlier holder of the seat left behind is cleared, so that a stray read meets zeros.
-        table[num_blocks..]
-            .iter_mut()
-            .take_while(|block| **block != 0)
+        // What an earlier holder of the seat left behind is cleared, so that a stray read meets zeros. Where there is a
+        // window its first entries may be cleared already.
+        let left_behind = table[num_blocks..].iter_mut();
+        left_behind
+            .take_while(|block| layout.window > 0 || **block != 0)
             .for_each(|block| *block = 0);
         seats.num_prompt_tokens[seat] = entry[3].into();
         seats.num_computed_tokens[seat] = entry[5].into();
@@ -126,8 +128,15 @@ pub fn expand(
             }
         }
 
-        let table =
-            &seats.block_tables[seat * layout.max_blocks_per_seq..][..layout.max_blocks_per_seq];
+        let table = &mut seats.block_tables[seat * layout.max_blocks_per_seq..]
+            [..layout.max_blocks_per_seq];
+        // Blocks behind the window are another's by now, or will be; no later row sees them either.
+        clear_behind(
+            layout,
+            table,
+            seats.num_computed_tokens[seat] as u32,
+            start as u32,
+        );
         let (mut block, mut offset) = (start / block_size, start % block_size);
         for (i, at) in (token..end).enumerate() {
             out.positions[at] = (start + i) as i64;
@@ -155,4 +164,16 @@ pub fn expand(
         }
         token = end;
     }
+}
+
+/// Clears the entries of a table that a row from position `start` on does not see; the row before it ended at `before`.
+fn clear_behind(layout: &StepLayout, table: &mut [i32], before: u32, start: u32) {
+    let num_behind = |position: u32| {
+        num_blocks_behind(layout.window as u32, layout.block_size as u32, position) as usize
+    };
+    let (known, end) = (num_behind(before.min(start)), num_behind(start));
+    table[known..end].fill(0);
+    let left = table[..known].iter_mut().rev();
+    left.take_while(|block| **block != 0)
+        .for_each(|block| *block = 0);
 }

@@ -1,4 +1,5 @@
-//! Block tables by seat, over the pool and the prefix cache. A failed reservation changes nothing.
+//! Block tables by seat, over the pool and the prefix cache. A failed reservation changes nothing. Where there is a window,
+//! a table's first entries may be given back: they are block 0 from then on.
 //!
 //! Costs: O(1) a block, nothing is allocated after construction.
 
@@ -19,7 +20,9 @@ pub struct Kv {
     /// `[num_seats, num_columns]`.
     tables: Box<[BlockId]>,
     lens: Box<[u32]>,
-    /// Entries of all tables.
+    /// Leading entries of each table that were given back, or never were.
+    starts: Box<[u32]>,
+    /// Entries of all tables that are some block's.
     num_entries: u32,
     num_columns: usize,
 }
@@ -33,6 +36,7 @@ impl Kv {
             events: KvEvents::new(0, block_size),
             tables: vec![BlockId(0); num_seats as usize * num_columns as usize].into_boxed_slice(),
             lens: vec![0; num_seats as usize].into_boxed_slice(),
+            starts: vec![0; num_seats as usize].into_boxed_slice(),
             num_entries: 0,
             num_columns: num_columns as usize,
         }
@@ -58,9 +62,19 @@ impl Kv {
         self.pool.num_free() + self.pool.num_cached()
     }
 
-    /// Blocks that `seat` holds.
+    /// Entries of the table of `seat`, those given back included.
     pub fn len(&self, seat: Seat) -> u32 {
         self.lens[seat.index()]
+    }
+
+    /// Leading entries of the table of `seat` that are no block's.
+    pub fn num_behind(&self, seat: Seat) -> u32 {
+        self.starts[seat.index()]
+    }
+
+    /// Blocks that `seat` holds.
+    pub(crate) fn num_held(&self, seat: Seat) -> u32 {
+        self.len(seat) - self.num_behind(seat)
     }
 
     /// Entries of all tables; a block that several hold counts for each.
@@ -68,17 +82,23 @@ impl Kv {
         self.num_entries
     }
 
-    /// Whether `seat` holds none.
+    /// Whether the table of `seat` is empty.
     pub fn is_empty(&self, seat: Seat) -> bool {
         self.len(seat) == 0
     }
 
-    /// The blocks of `seat`.
+    /// The blocks of `seat`, by column; block 0 where one was given back.
     pub fn table(&self, seat: Seat) -> &[BlockId] {
         &self.tables[seat.index() * self.num_columns..][..self.len(seat) as usize]
     }
 
-    fn push(&mut self, seat: Seat, block: BlockId) {
+    /// The blocks that `seat` holds.
+    pub(crate) fn held(&self, seat: Seat) -> &[BlockId] {
+        &self.table(seat)[self.num_behind(seat) as usize..]
+    }
+
+    /// Appends a block that was retained for it to the table of `seat`.
+    pub(crate) fn push(&mut self, seat: Seat, block: BlockId) {
         let len = &mut self.lens[seat.index()];
         self.tables[seat.index() * self.num_columns + *len as usize] = block;
         *len += 1;
@@ -126,18 +146,43 @@ impl Kv {
         Some(())
     }
 
-    /// Appends a block found in the cache to the table of `seat`.
-    pub fn push_hit(&mut self, seat: Seat, block: BlockId) {
-        self.pool.retain(block);
-        self.push(seat, block);
+    /// Appends an entry behind the window to the table of `seat`, which holds none.
+    pub(crate) fn push_behind(&mut self, seat: Seat) {
+        assert_eq!(
+            self.num_held(seat),
+            0,
+            "what is behind the window comes first"
+        );
+        self.tables[seat.index() * self.num_columns + self.len(seat) as usize] = BlockId(0);
+        self.lens[seat.index()] += 1;
+        self.starts[seat.index()] += 1;
+    }
+
+    /// Gives up the first blocks of `seat`, up to column `end`; how many.
+    pub(crate) fn release_first(&mut self, seat: Seat, end: u32) -> u32 {
+        let (start, end) = (self.num_behind(seat), end.min(self.len(seat)));
+        for column in start..end {
+            let block = self.table(seat)[column as usize];
+            self.set(seat, column, BlockId(0));
+            if self.pool.cache_last(&[block], &self.cache) == 0 && self.pool.drop_holder(block) {
+                // It cannot be found, or lies beyond the limit.
+                self.events.push_removed(block, &self.cache);
+                self.cache.unregister(block);
+                self.pool.free_run(block, 1);
+            }
+        }
+        self.starts[seat.index()] = start.max(end);
+        self.num_entries -= end.saturating_sub(start);
+        end.saturating_sub(start)
     }
 
     /// Gives up the blocks of `seat`, last first: so of a chain the tail is evicted before what it hangs on.
     pub fn release(&mut self, seat: Seat) {
         let start = seat.index() * self.num_columns;
         let len = core::mem::take(&mut self.lens[seat.index()]);
-        self.num_entries -= len;
-        let mut rest = &self.tables[start..][..len as usize];
+        let num_behind = core::mem::take(&mut self.starts[seat.index()]);
+        self.num_entries -= len - num_behind;
+        let mut rest = &self.tables[start..][num_behind as usize..len as usize];
         while let Some(&block) = rest.last() {
             let num_cached = self.pool.cache_last(rest, &self.cache);
             rest = &rest[..rest.len() - num_cached as usize];
@@ -161,8 +206,8 @@ impl Kv {
         }
     }
 
-    /// Makes the full block in `column` of `seat` findable, as the end of the prefix `hash`; the block, if it now is by
-    /// this call. Where events are kept, `tell_stored` follows.
+    /// Makes the full block in `column` of `seat`, if it was not given back, findable, as the end of the prefix `hash`; the
+    /// block, if it now is by this call. Where events are kept, `tell_stored` follows.
     pub fn register(
         &mut self,
         seat: Seat,
@@ -171,7 +216,7 @@ impl Kv {
         tokens: &[i32],
     ) -> Option<BlockId> {
         let block = self.table(seat)[column as usize];
-        self.cache.register(block, hash, tokens).then_some(block)
+        (block != BlockId(0) && self.cache.register(block, hash, tokens)).then_some(block)
     }
 
     /// Tells of a block that was just registered, whose prefix goes on from `parent`.

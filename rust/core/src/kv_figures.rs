@@ -48,7 +48,7 @@ impl Scheduler {
             let Some(seat) = sequence.seat() else {
                 continue;
             };
-            let table = self.kv.table(seat);
+            let table = self.kv.held(seat);
             let num_blocks = table.len() as u32;
             if num_blocks == 0 {
                 continue;
@@ -58,7 +58,7 @@ impl Scheduler {
             figures.num_table_blocks += num_blocks;
             figures.num_runs += 1 + table.windows(2).filter(is_break).count() as u32;
             figures.num_unused_slots +=
-                (num_blocks * self.config.block_size).saturating_sub(sequence.num_planned);
+                (self.kv.len(seat) * self.config.block_size).saturating_sub(sequence.num_planned);
         }
         figures
     }

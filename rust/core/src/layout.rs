@@ -41,6 +41,10 @@ pub mod header {
     pub const NUM_HOST_MASKED: usize = 15;
     /// The longest count.
     pub const MAX_COUNT: usize = 16;
+    /// Blocks copied to the host.
+    pub const NUM_SWAP_OUT: usize = 17;
+    /// Blocks copied back.
+    pub const NUM_SWAP_IN: usize = 18;
     /// What `MAGIC` holds: "NRA1".
     pub const MAGIC_VALUE: i32 = i32::from_le_bytes(*b"NRA1");
 }
@@ -85,6 +89,8 @@ pub struct StepLayout {
     pub block_size: usize,
     pub num_blocks: usize,
     pub max_drafts: usize,
+    /// Tokens that a token sees; 0 for all.
+    pub window: usize,
     pub max_logits: usize,
     /// Events that one `plan` or `commit` reports at most, beside those of `finish` and `fail` before it.
     pub max_events: usize,
@@ -93,6 +99,8 @@ pub struct StepLayout {
     pub offset_gained_blocks: usize,
     pub offset_table_changes: usize,
     pub offset_moves: usize,
+    pub offset_swap_out: usize,
+    pub offset_swap_in: usize,
     pub offset_row_seat: usize,
     pub offset_row_start: usize,
     pub offset_row_count: usize,
@@ -103,6 +111,8 @@ pub struct StepLayout {
     pub capacity_gained_blocks: usize,
     pub capacity_table_changes: usize,
     pub capacity_moves: usize,
+    /// Of each of both.
+    pub capacity_swaps: usize,
 }
 
 impl StepLayout {
@@ -132,6 +142,8 @@ impl StepLayout {
             most => most,
         };
         let table_changes = table_changes + move_changes(num_moves, seats);
+        // Whatever a table holds that can be gained.
+        let num_swaps = gained_blocks.min(config.num_swap_blocks as usize);
 
         let mut end = header::LEN;
         let mut section = |words: usize| {
@@ -145,6 +157,8 @@ impl StepLayout {
             offset_gained_blocks: section(gained_blocks),
             offset_table_changes: section(table_changes * CHANGE_WORDS),
             offset_moves: section(num_moves * 2),
+            offset_swap_out: section(num_swaps * 2),
+            offset_swap_in: section(num_swaps * 2),
             offset_row_seat: section(max_rows),
             offset_row_start: section(max_rows),
             offset_row_count: section(max_rows),
@@ -155,6 +169,7 @@ impl StepLayout {
             capacity_gained_blocks: gained_blocks,
             capacity_table_changes: table_changes,
             capacity_moves: num_moves,
+            capacity_swaps: num_swaps,
             size: end,
             max_num_seqs: seats,
             max_rows,
@@ -163,6 +178,7 @@ impl StepLayout {
             block_size,
             num_blocks: config.num_blocks as usize,
             max_drafts: num_drafts,
+            window: config.window as usize,
             max_logits: seats * (num_drafts + 1),
             max_events: seats * (num_drafts + 4) + 64,
         }
@@ -194,6 +210,8 @@ pub(crate) struct Sections<'a> {
     pub(crate) gained_blocks: &'a mut [i32],
     pub(crate) table_changes: &'a mut [i32],
     pub(crate) moves: &'a mut [i32],
+    pub(crate) swap_out: &'a mut [i32],
+    pub(crate) swap_in: &'a mut [i32],
     pub(crate) row_seat: &'a mut [i32],
     pub(crate) row_start: &'a mut [i32],
     pub(crate) row_count: &'a mut [i32],
@@ -219,7 +237,9 @@ impl StepLayout {
             gained: cut_at(self.offset_gained_blocks),
             gained_blocks: cut_at(self.offset_table_changes),
             table_changes: cut_at(self.offset_moves),
-            moves: cut_at(self.offset_row_seat),
+            moves: cut_at(self.offset_swap_out),
+            swap_out: cut_at(self.offset_swap_in),
+            swap_in: cut_at(self.offset_row_seat),
             row_seat: cut_at(self.offset_row_start),
             row_start: cut_at(self.offset_row_count),
             row_count: cut_at(self.offset_row_flags),
@@ -262,6 +282,8 @@ pub fn digest(layout: &StepLayout, buffer: &[i32]) -> u64 {
             count(header::NUM_TABLE_CHANGES) * CHANGE_WORDS,
         ),
         (layout.offset_moves, count(header::NUM_MOVES) * 2),
+        (layout.offset_swap_out, count(header::NUM_SWAP_OUT) * 2),
+        (layout.offset_swap_in, count(header::NUM_SWAP_IN) * 2),
         (layout.offset_row_seat, num_rows),
         (layout.offset_row_start, num_rows),
         (layout.offset_row_count, num_rows),

@@ -28,6 +28,7 @@ mod config;
 mod cost;
 mod event;
 pub mod expand;
+mod host_pool;
 mod ids;
 mod kv;
 mod kv_events;

@@ -69,6 +69,15 @@ step_record! {
     num_finished,
     /// Blocks that it moved.
     num_moves,
+    /// Blocks of preempted sequences that it copied to the host.
+    num_swapped_out,
+    /// Blocks that it copied back.
+    num_swapped_in,
+    /// Preemptions that could not be copied, by its plan and those since the step before: the host's memory, or the list,
+    /// had no room.
+    num_swap_misses,
+    /// Blocks behind the window that its plan gave back.
+    num_window_blocks,
     /// Admissions that failed in its plan, and in those since the step before, for want of a run of free blocks.
     num_run_misses,
     /// Requests waiting after its plan.

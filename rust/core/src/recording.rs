@@ -67,6 +67,8 @@ impl Recorder {
             config.forced_moves,
             u32::from(config.contiguous),
             config.num_kv_events,
+            config.window,
+            config.num_swap_blocks,
         ] {
             recorder.u64(value.into());
         }
@@ -294,6 +296,8 @@ impl<'a> Reader<'a> {
             forced_moves: self.u32()?,
             contiguous: self.u32()? != 0,
             num_kv_events: self.u32()?,
+            window: self.u32()?,
+            num_swap_blocks: self.u32()?,
             max_queued_tokens: 0,
             hash_seed: 0,
         };

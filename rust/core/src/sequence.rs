@@ -4,6 +4,7 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 use crate::accounts::AccountId;
+use crate::host_pool::Swapped;
 use crate::ids::{Handle, Seat};
 use crate::policy::Key;
 use crate::prefix_cache::{BlockHash, ChainHasher};
@@ -160,6 +161,8 @@ pub(crate) struct Sequence {
     /// The plan that preempted it last: it is not resumed in that one.
     pub(crate) preempted_in: u64,
     pub(crate) confinement: Option<Confinement>,
+    /// While it waits: its KV in the host's memory.
+    pub(crate) swapped: Swapped,
     /// Padding that the padded baseline still owes this prompt.
     pub(crate) num_padding_owed: u32,
     pub(crate) row: PlannedRow,
@@ -227,6 +230,7 @@ impl Sequence {
             num_preemptions: 0,
             preempted_in: 0,
             confinement: None,
+            swapped: Swapped::default(),
             num_padding_owed: 0,
             row: PlannedRow::default(),
         }
@@ -337,12 +341,14 @@ impl Sequence {
         self.num_rows_in_flight -= 1;
     }
 
-    /// A row has been written, and the runner told the whole table.
-    pub(crate) fn settle_plain(&mut self, block_size: u32) {
+    /// A row has been written, and the runner told the whole table; from position `next_release` on a row leaves a block
+    /// behind.
+    pub(crate) fn settle_plain(&mut self, block_size: u32, next_release: u32) {
         self.plain_until = 0;
         if let Some(seat) = self.seat_of_plain() {
             self.plain_seat = seat;
-            self.plain_until = (self.num_sent * block_size).min(self.most_tokens());
+            let end = (self.num_sent * block_size).min(self.most_tokens());
+            self.plain_until = end.min(next_release);
         }
     }
 

@@ -5,6 +5,7 @@ use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
 use crate::cost::Size;
+use crate::host_pool::Swapped;
 use crate::ids::{BlockId, Handle, StepId};
 use crate::record::StepRecord;
 
@@ -55,6 +56,10 @@ pub(crate) struct StepInFlight {
     pub(crate) moves: Vec<(BlockId, BlockId)>,
     /// Whose blocks those are, and in which residency.
     pub(crate) moved: Vec<(Handle, u32)>,
+    /// Whose blocks it copies to the host.
+    pub(crate) swapped_out: Vec<Handle>,
+    /// Host blocks that it copies back, pinned until it has.
+    pub(crate) swapped_in: Vec<(Handle, Swapped)>,
     /// The quarantine group that it runs, if it runs one.
     pub(crate) group: Option<u64>,
     /// Its size, where its time is learned from.
@@ -84,6 +89,8 @@ impl StepRing {
                     filled: Vec::with_capacity(max_filled),
                     moves: Vec::new(),
                     moved: Vec::new(),
+                    swapped_out: Vec::new(),
+                    swapped_in: Vec::new(),
                     group: None,
                     size: Size::default(),
                     record: StepRecord::default(),
@@ -141,6 +148,8 @@ impl StepRing {
         step.filled.clear();
         step.moves.clear();
         step.moved.clear();
+        step.swapped_out.clear();
+        debug_assert!(step.swapped_in.is_empty(), "host blocks are released first");
         self.spare.push(step);
     }
 

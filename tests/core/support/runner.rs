@@ -55,6 +55,8 @@ struct Arrays {
 pub(crate) struct NullRunner {
     layout: StepLayout,
     vocab_size: u32,
+    window: usize,
+    has_drafts: bool,
     block_tables: Vec<i32>,
     last_token: Vec<i64>,
     num_computed_tokens: Vec<i64>,
@@ -62,6 +64,8 @@ pub(crate) struct NullRunner {
     arrays: Arrays,
     /// By slot; 0 where nothing was stored.
     kv: Vec<u64>,
+    /// The same, of the host's memory.
+    host: Vec<u64>,
     /// By handle, ended requests included: their rows in flight still run.
     pub(crate) truths: BTreeMap<u64, Truth>,
     pub(crate) queue: VecDeque<Pending>,
@@ -73,6 +77,8 @@ impl NullRunner {
         Self {
             layout: *layout,
             vocab_size: config.vocab_size,
+            window: config.window as usize,
+            has_drafts: config.max_drafts > 0,
             block_tables: vec![0; seats * layout.max_blocks_per_seq],
             last_token: vec![-1; seats],
             num_computed_tokens: vec![-1; seats],
@@ -88,6 +94,7 @@ impl NullRunner {
                 sample_rows: vec![0; layout.max_rows],
             },
             kv: vec![0; (layout.num_blocks + 1) * layout.block_size],
+            host: vec![0; config.num_swap_blocks as usize * layout.block_size],
             truths: BTreeMap::new(),
             queue: VecDeque::new(),
         }
@@ -116,6 +123,7 @@ impl NullRunner {
     pub(crate) fn run(&mut self) -> Sampled {
         let pending = self.queue.pop_front().expect("a step is planned");
         self.expand(&pending.buffer);
+        self.swap_blocks(&pending.view);
         self.move_blocks(&pending);
         self.store(&pending.view);
         self.sample(pending)
@@ -127,10 +135,18 @@ impl NullRunner {
         self.queue.clear();
         if breakage != Breakage::Untouched {
             self.expand(&pending.buffer);
+            self.swap_blocks(&pending.view);
             self.move_blocks(&pending);
             self.store(&pending.view);
         }
         if breakage == Breakage::Garbage {
+            for &(_, to) in &pending.view.swap_out {
+                let slots = self.slots(to);
+                self.host[slots].fill(0xdead);
+            }
+            for &(_, to) in &pending.view.swap_in {
+                self.spoil(to);
+            }
             for &(_, to) in &pending.view.moves {
                 self.spoil(to);
             }
@@ -152,6 +168,23 @@ impl NullRunner {
         if num_blocks > self.layout.num_blocks {
             self.layout.num_blocks = num_blocks;
             self.kv.resize((num_blocks + 1) * self.layout.block_size, 0);
+        }
+    }
+
+    fn slots(&self, block: u32) -> core::ops::Range<usize> {
+        let block_size = self.layout.block_size;
+        block as usize * block_size..(block as usize + 1) * block_size
+    }
+
+    /// To the host first, then back.
+    fn swap_blocks(&mut self, view: &StepView) {
+        for &(from, to) in &view.swap_out {
+            let (from, to) = (self.slots(from), self.slots(to));
+            self.host[to].copy_from_slice(&self.kv[from]);
+        }
+        for &(from, to) in &view.swap_in {
+            let (from, to) = (self.slots(from), self.slots(to));
+            self.kv[to].copy_from_slice(&self.host[from]);
         }
     }
 
@@ -295,7 +328,9 @@ impl NullRunner {
             } else {
                 0
             };
-            for position in 0..end - num_drafts {
+            let first = self.first_seen(end - of.count as usize);
+            self.check_behind(of.seat, first);
+            for position in first..end - num_drafts {
                 let slot = self.slot(of.seat, position);
                 let expected = self.truth(of).kv(position);
                 assert_eq!(
@@ -305,6 +340,25 @@ impl NullRunner {
                 );
             }
         }
+    }
+
+    /// The first position that a row sees that begins at `start`.
+    fn first_seen(&self, start: usize) -> usize {
+        match self.window {
+            0 => 0,
+            window => (start + 1).saturating_sub(window),
+        }
+    }
+
+    /// A table's entries wholly before position `first` are nobody's. Where drafts are moved, one that was cleared may be
+    /// told again.
+    fn check_behind(&self, seat: usize, first: usize) {
+        let table = &self.block_tables[seat * self.layout.max_blocks_per_seq..];
+        let num_behind = first / self.layout.block_size;
+        assert!(
+            self.has_drafts || table[..num_behind].iter().all(|&block| block == 0),
+            "what is behind the window is block 0"
+        );
     }
 
     /// A guess of the device: now right, now wrong.

@@ -18,6 +18,10 @@ pub(crate) struct Seen {
     pub(crate) slides: u64,
     pub(crate) shrinks: u64,
     pub(crate) growths: u64,
+    pub(crate) window_blocks: u64,
+    pub(crate) swapped_out: u64,
+    pub(crate) swapped_in: u64,
+    pub(crate) swap_misses: u64,
 }
 
 impl Seen {
@@ -37,5 +41,9 @@ impl Seen {
         self.slides += other.slides;
         self.shrinks += other.shrinks;
         self.growths += other.growths;
+        self.window_blocks += other.window_blocks;
+        self.swapped_out += other.swapped_out;
+        self.swapped_in += other.swapped_in;
+        self.swap_misses += other.swap_misses;
     }
 }

@@ -137,6 +137,9 @@ impl World {
             .filter(|(_, holder)| holder.is_some())
         {
             let table = self.core.kv().table(Seat(seat as u32));
+            // The runner clears what is behind the window by itself.
+            let num_behind = self.core.kv().num_behind(Seat(seat as u32)) as usize;
+            self.tables[seat][..num_behind].fill(0);
             assert!(
                 table
                     .iter()

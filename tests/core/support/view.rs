@@ -47,6 +47,10 @@ pub(crate) struct StepView {
     pub(crate) changes: Vec<(usize, usize, u32)>,
     /// From block, to block.
     pub(crate) moves: Vec<(u32, u32)>,
+    /// From block, to host block.
+    pub(crate) swap_out: Vec<(u32, u32)>,
+    /// From host block, to block.
+    pub(crate) swap_in: Vec<(u32, u32)>,
     pub(crate) rows: Vec<RowView>,
     pub(crate) num_tokens: u32,
 }
@@ -80,10 +84,12 @@ impl StepView {
             (entry[0] as usize, entry[2] as usize, entry[3] as u32)
         })
         .collect();
-        let moves = words(buffer, layout.offset_moves, 2 * count(header::NUM_MOVES))
-            .chunks_exact(2)
-            .map(|entry| (entry[0] as u32, entry[1] as u32))
-            .collect();
+        let pairs = |offset: usize, num: usize| -> Vec<(u32, u32)> {
+            words(buffer, offset, 2 * count(num))
+                .chunks_exact(2)
+                .map(|entry| (entry[0] as u32, entry[1] as u32))
+                .collect()
+        };
         let num_rows = count(header::NUM_ROWS);
         let column = |offset: usize, row: usize| buffer[offset..][row];
         let rows = (0..num_rows)
@@ -104,7 +110,9 @@ impl StepView {
             id,
             gained,
             changes,
-            moves,
+            moves: pairs(layout.offset_moves, header::NUM_MOVES),
+            swap_out: pairs(layout.offset_swap_out, header::NUM_SWAP_OUT),
+            swap_in: pairs(layout.offset_swap_in, header::NUM_SWAP_IN),
             rows,
             num_tokens: count(header::NUM_TOKENS) as u32,
         }
@@ -175,6 +183,30 @@ impl StepView {
         }
     }
 
+    /// What is copied to the host, and back, each once, and nothing to a block that is read by the other list.
+    fn check_swaps(&self, config: &Config) {
+        let ends = |pairs: &[(u32, u32)]| -> (Vec<u32>, Vec<u32>) { pairs.iter().copied().unzip() };
+        let (out_from, out_to) = ends(&self.swap_out);
+        let (in_from, in_to) = ends(&self.swap_in);
+        for (blocks, first, end) in [
+            (&out_from, 1, u32::MAX),
+            (&in_to, 1, u32::MAX),
+            (&out_to, 0, config.num_swap_blocks),
+            (&in_from, 0, config.num_swap_blocks),
+        ] {
+            let mut sorted = blocks.clone();
+            sorted.sort_unstable();
+            sorted.dedup();
+            // One that several sequences hold is copied for each that leaves.
+            assert!(sorted.len() == blocks.len() || core::ptr::eq(blocks, &raw const out_from));
+            assert!(blocks.iter().all(|block| (first..end).contains(block)));
+        }
+        assert!(
+            out_to.iter().all(|host| !in_from.contains(host)),
+            "a host block that is copied back is pinned"
+        );
+    }
+
     /// Checks what holds for every step, whatever was decided.
     pub(crate) fn check(&self, config: &Config, layout: &StepLayout, buffer: &[i32]) {
         let kind = |row: &RowView| match (row.has(flags::PADDING), row.has(flags::LISTED)) {
@@ -188,6 +220,7 @@ impl StepView {
             "seat rows, then listed rows, then padding: {kinds:?}"
         );
         assert!(!self.rows.is_empty(), "a step has rows");
+        self.check_swaps(config);
         let num = |predicate: &dyn Fn(&RowView) -> bool| {
             self.rows.iter().filter(|row| predicate(row)).count() as i32
         };

@@ -332,6 +332,12 @@ impl World {
         assert_eq!(record.num_wasted_tokens, totals.wasted);
         assert_eq!(record.num_finished, totals.finished);
         self.seen.wasted_tokens += totals.wasted as u64;
+        self.seen.window_blocks += record.num_window_blocks as u64;
+        self.seen.swap_misses += record.num_swap_misses as u64;
+        assert_eq!(record.num_swapped_out, sampled.view.swap_out.len() as i64);
+        assert_eq!(record.num_swapped_in, sampled.view.swap_in.len() as i64);
+        self.seen.swapped_out += record.num_swapped_out as u64;
+        self.seen.swapped_in += record.num_swapped_in as u64;
         true
     }
 
@@ -417,7 +423,17 @@ impl World {
         self.check();
         let blocks_at_most = |account: &Account| {
             let num_tokens = account.ask.prompt.len() as u32 + account.max_output - 1;
-            num_tokens.div_ceil(self.config.block_size)
+            let config = &self.config;
+            let num_doubtful = match config.max_drafts {
+                0 => 0,
+                num_drafts => config.depth * (num_drafts + 1),
+            };
+            let seen = config.window + config.max_num_batched_tokens + num_doubtful - 1;
+            let most = match config.window {
+                0 => u32::MAX,
+                _ => seen.div_ceil(config.block_size) + 1,
+            };
+            num_tokens.div_ceil(config.block_size).min(most)
         };
         let most = self
             .ledger

@@ -112,7 +112,14 @@ class TorchBench:
         resolved = config.resolve(model.config, model.dtype, 64 * 2**20)
         self.num_blocks = resolved.num_kv_blocks
         self.core = resolved.core(forced_moves=forced_moves, num_kv_events=num_kv_events)
-        self.kv = KvCache(model.config, self.num_blocks, config.block_size, model.dtype, model.device)
+        self.kv = KvCache(
+            model.config,
+            self.num_blocks,
+            config.block_size,
+            model.dtype,
+            model.device,
+            config.num_swap_blocks,
+        )
         if fill_kv is not None:
             for index in range(model.config.num_layers):
                 for part in self.kv.layer(index):

@@ -162,7 +162,7 @@ impl Scheduler {
     /// How many tokens `slot` computes next, behind `pass.hits`: all it has, or whole blocks of its share, or none.
     fn chunk(&self, slot: Slot, max_tokens: u32) -> u32 {
         let sequence = &self.arena[slot];
-        let start = sequence.num_planned + self.pass.hits.len() as u32 * self.config.block_size;
+        let start = self.pass.resume_at;
         let num_tokens = sequence.num_tokens();
         let remaining = num_tokens - start;
         let most = match self.config.long_prefill_token_threshold {
@@ -204,7 +204,18 @@ impl Scheduler {
 
     /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
     fn find_hits(&mut self, slot: Slot) {
+        self.look_up(slot);
+        self.find_swapped(slot);
+    }
+
+    fn clear_hits(&mut self) {
         self.pass.hits.clear();
+        self.pass.num_behind = 0;
+    }
+
+    /// Those of the prefix cache.
+    fn look_up(&mut self, slot: Slot) {
+        self.clear_hits();
         let block_size = self.config.block_size;
         let sequence = &mut self.arena[slot];
         let held = sequence.seat().map_or(0, |seat| self.kv.len(seat));
@@ -221,6 +232,10 @@ impl Scheduler {
         if sequence.seat().is_some() {
             last = last
                 .min(held + (self.layout.max_blocks_per_seq - self.pass.num_hit_changes) as u32);
+        }
+        if self.config.window > 0 {
+            self.find_window(slot, held, last);
+            return;
         }
         for column in held..last {
             let Some(block) = self.find_block(slot, column) else {
@@ -241,7 +256,7 @@ impl Scheduler {
 
     /// Blocks that a reservation could take beside `pass.hits`.
     fn num_available_beside_hits(&self) -> u32 {
-        let is_cached = |block| self.kv.pool.num_holders(block) == 0;
+        let is_cached = |block| block != BlockId(0) && self.kv.pool.num_holders(block) == 0;
         let num_cached_hits = self
             .pass
             .hits
@@ -259,31 +274,35 @@ impl Scheduler {
         let seat = sequence.seat().expect("a resident has a seat");
         let num_hits = self.pass.hits.len() as u32;
         let num_shared = self.num_shared_hits();
-        let start = sequence.num_planned + num_hits * block_size;
-        let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
+        let start = self.pass.resume_at;
+        let first = match sequence.row.count {
+            0 => start,
+            _ => sequence.row.start,
+        };
+        if self.config.window > 0 {
+            self.release_behind(slot, seat, first);
+            self.settle_debt(slot, seat);
+        }
+        let num_given = num_hits - self.num_copied() + self.num_available_beside_hits();
+        let reach = (self.kv.len(seat) + num_given) * block_size;
         if reach <= start {
             return false;
         }
         let end = (start + num_tokens).min(reach);
-        let held_before = self.kv.len(seat);
-        for i in 0..self.pass.hits.len() {
-            self.kv.push_hit(seat, self.pass.hits[i]);
-        }
+        self.push_hits(slot, seat);
         self.kv
             .try_reserve(seat, self.config.blocks_for(end))
             .expect("what is available was counted");
-        let num_settled = self.kv.len(seat) - held_before;
-        self.tally.num_prefix_hit_tokens += i64::from(num_hits * block_size);
+        self.settle_debt(slot, seat);
+        let num_hit_tokens = (num_hits - self.num_copied()) * block_size;
+        self.tally.num_prefix_hit_tokens += i64::from(num_hit_tokens);
 
         let sequence = &mut self.arena[slot];
-        let num_settled = num_settled.min(sequence.row.debt);
-        sequence.row.debt -= num_settled;
-        self.pass.debt -= num_settled;
         let is_new_row = sequence.row.count == 0;
         if num_hits > 0 {
             sequence.standing.num_shared_blocks += num_shared;
             sequence.num_registered = start / block_size;
-            sequence.num_computed += num_hits * block_size;
+            sequence.num_computed += start - sequence.num_planned;
             if sequence.num_sent > 0 {
                 self.pass.num_hit_changes += num_hits as usize;
             }
@@ -325,17 +344,24 @@ impl Scheduler {
             return;
         }
         sequence.hash_blocks(end - 1, block_size, &self.hasher);
-        for column in sequence.num_registered..end {
-            let hash = sequence.block_hash(column, block_size, &self.hasher);
-            let tokens = sequence.block_tokens(column, block_size);
-            if let Some(block) = self.kv.register(seat, column, hash, tokens) {
-                self.pass.filled.push(block);
-                if self.kv.events.are_kept() {
-                    self.kv.tell_stored(block, sequence.parent_hash(column));
-                }
+        for column in self.arena[slot].num_registered..end {
+            self.register_known(slot, seat, column);
+        }
+        self.arena[slot].num_registered = end;
+    }
+
+    /// Makes full block `column`, which this plan fills with known tokens, findable.
+    pub(super) fn register_known(&mut self, slot: Slot, seat: Seat, column: u32) {
+        let block_size = self.config.block_size;
+        let sequence = &mut self.arena[slot];
+        let hash = sequence.block_hash(column, block_size, &self.hasher);
+        let tokens = sequence.block_tokens(column, block_size);
+        if let Some(block) = self.kv.register(seat, column, hash, tokens) {
+            self.pass.filled.push(block);
+            if self.kv.events.are_kept() {
+                self.kv.tell_stored(block, sequence.parent_hash(column));
             }
         }
-        sequence.num_registered = end;
     }
 
     /// The padded baseline: a prompt that is through is followed by padding up to the gang's longest.
@@ -387,15 +413,18 @@ impl Scheduler {
         }
         let sequence = &self.arena[slot];
         // Its tokens still in flight belong to its prompt now.
-        if sequence.num_rows_in_flight > 0 || sequence.preempted_in == self.pass.serial {
+        if sequence.num_rows_in_flight > 0
+            || sequence.preempted_in == self.pass.serial
+            || self.is_being_swapped(slot)
+        {
             return Entry::Closed;
         }
-        let num_blocks = self.config.blocks_for(if self.config.contiguous {
+        let num_columns = self.config.blocks_for(if self.config.contiguous {
             self.arena[slot].most_tokens()
         } else {
             self.arena[slot].num_tokens()
         });
-        let (need, may_find_more) = self.need(slot, num_blocks);
+        let (need, may_find_more) = self.need(slot, num_columns);
         // One that was preempted keeps its place, and so what comes free.
         let in_vain = if need.has_seat && !self.arena[slot].was_admitted {
             Entry::Blocked
@@ -405,19 +434,18 @@ impl Scheduler {
         let displaces = match self.outlook(slot, &need) {
             Outlook::Fits => false,
             Outlook::Later => return Entry::Closed,
-            Outlook::Exceeds
-                if self.may_displace(slot) && self.fits_beside_equals(slot, &need) =>
-            {
+            Outlook::Exceeds if self.may_displace(slot) && self.fits_beside_equals(slot, &need) => {
                 true
             }
             Outlook::Exceeds => return in_vain,
         };
         if need.num_shared > 0 || may_find_more {
-            self.find_hits(slot);
+            self.look_up(slot);
         } else {
-            self.pass.hits.clear();
+            self.clear_hits();
         }
-        if self.num_shared_hits() < need.num_shared {
+        self.find_swapped(slot);
+        if !self.begins_with_shared(need.num_shared) {
             // Something in the middle was lost: the next plan counts from the first block on.
             self.arena[slot].standing.num_held_blocks = 0;
             return Entry::Closed;
@@ -428,19 +456,22 @@ impl Scheduler {
         let max_tokens =
             self.share_of(num_residents_behind + self.num_open_newcomers().saturating_sub(1));
         let num_tokens = self.chunk(slot, max_tokens);
-        let num_table_blocks = self.pass.num_gained_blocks + num_blocks as usize;
-        if num_tokens == 0 || num_table_blocks > self.layout.capacity_gained_blocks {
+        let num_table_blocks = self.pass.num_gained_blocks + num_columns as usize;
+        if num_tokens == 0
+            || num_table_blocks > self.layout.capacity_gained_blocks
+            || !self.has_room_to_swap_in()
+        {
             return Entry::Closed;
         }
         if displaces && !self.displace_for(slot, need) {
             return in_vain;
         }
-        if self.config.contiguous && !self.finds_run(num_blocks) {
+        if self.config.contiguous && !self.finds_run(num_columns) {
             return Entry::Closed;
         }
-        let num_hits = self.pass.hits.len() as u32;
+        let num_blocks = self.num_blocks_at_once(num_columns);
         self.note_entry(slot, self.num_shared_hits());
-        let seat = self.seat_newcomer(turn, num_hits * self.config.block_size);
+        let seat = self.seat_newcomer(turn, self.pass.resume_at);
         if self.config.contiguous {
             self.kv
                 .try_reserve_run(seat, num_blocks)
@@ -449,15 +480,15 @@ impl Scheduler {
             self.arena[slot].row.debt = num_blocks;
             self.pass.debt += num_blocks;
         }
-        self.pass.num_gained_blocks += num_blocks as usize;
+        self.pass.num_gained_blocks += num_columns as usize;
         let has_advanced = self.try_advance(slot, num_tokens);
         assert!(has_advanced, "an admission was counted to fit");
         Entry::Taken
     }
 
-    /// What `slot` needs to enter, with `num_blocks` for the tokens that it has; and whether it may find more blocks than
-    /// others hold.
-    fn need(&mut self, slot: Slot, num_blocks: u32) -> (Need, bool) {
+    /// What `slot` needs to enter, with a table of `num_columns` for the tokens that it has; and whether it may find more
+    /// blocks than others hold. Nothing is looked up for it yet, so where there is a window, all that it sees counts.
+    fn need(&mut self, slot: Slot, num_columns: u32) -> (Need, bool) {
         let (num_shared, may_find_more) = self.num_held_blocks_of(slot);
         let is_confined = self.quarantine.active().is_some();
         let is_reserved = self.config.admission == Admission::Reserve && !is_confined;
@@ -465,7 +496,7 @@ impl Scheduler {
             num_blocks: if is_reserved {
                 self.limit_blocks(slot) - num_shared
             } else {
-                num_blocks - num_shared
+                self.config.held_columns(num_columns) - num_shared
             },
             num_shared,
             debt: if is_confined {
@@ -493,6 +524,13 @@ impl Scheduler {
         self.pass.hits.iter().filter(held).count() as u32
     }
 
+    /// Whether others hold the first `num_shared` of `pass.hits`.
+    fn begins_with_shared(&self, num_shared: u32) -> bool {
+        let first = self.pass.hits.get(..num_shared as usize);
+        let is_held = |&block: &BlockId| self.kv.pool.num_holders(block) > 0;
+        first.is_some_and(|first| first.iter().all(is_held))
+    }
+
     /// Whether `slot`, which could enter, had better wait: the block behind `pass.hits` is the one that a prefill of this
     /// plan goes on with, and will be found then. Only for so many plans of a wait.
     fn may_wait_for_block(&mut self, slot: Slot) -> bool {
@@ -503,6 +541,7 @@ impl Scheduler {
             && self.pass.num_let_wait < MAX_BLOCKED
             && !self.arena[slot].key.is_aged()
             && self.quarantine.active().is_none()
+            && self.num_copied() == 0
             && column < self.last_findable(slot);
         if !may_wait {
             return false;

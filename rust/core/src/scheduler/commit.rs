@@ -132,6 +132,9 @@ impl Scheduler {
         taken.record.device_us = device_us as i64;
         taken.record.committed_us = now_us as i64;
         self.records.push(&taken.record);
+        if !(taken.swapped_out.is_empty() && taken.swapped_in.is_empty()) {
+            self.confirm_swaps(&mut taken);
+        }
         self.steps.recycle(taken);
         Ok(())
     }

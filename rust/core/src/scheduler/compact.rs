@@ -59,7 +59,7 @@ impl Scheduler {
             });
         }
         for (slot, sequence) in self.arena.iter() {
-            let needed = self.config.blocks_for(sequence.most_tokens());
+            let needed = sequence.standing.num_limit_blocks;
             if needed > num_blocks {
                 return Err(ResizeError::RequestNeeds {
                     handle: self.arena.handle(slot),
@@ -128,7 +128,7 @@ impl Scheduler {
                 continue;
             };
             let mut last = None;
-            for column in 0..self.kv.len(seat) as usize {
+            for column in self.kv.num_behind(seat) as usize..self.kv.len(seat) as usize {
                 let block = self.kv.table(seat)[column];
                 if block.0 > limit {
                     // Even where it cannot be moved now, others are not tried: they would be no better off.
@@ -203,7 +203,7 @@ impl Scheduler {
                 (sequence.num_sent, sequence.residency)
             };
             let mut has_moved = false;
-            for column in 0..self.kv.len(seat) {
+            for column in self.kv.num_behind(seat)..self.kv.len(seat) {
                 let block = self.kv.table(seat)[column as usize];
                 let Some(to) = self.kv.pool.forward(block) else {
                     continue;

@@ -39,6 +39,7 @@ impl Scheduler {
                 let is_sequence = |row: &&RowInFlight| row.kind != RowKind::Padding;
                 num_sequences = discarded.rows.iter().filter(is_sequence).count();
             }
+            self.discard_swaps(&mut discarded);
             discarded.record.has_failed = 1;
             discarded.record.committed_us = now_us as i64;
             self.records.push(&discarded.record);
@@ -62,7 +63,7 @@ impl Scheduler {
                 .get_mut(handle)
                 .is_some_and(|sequence| sequence.is_running() && sequence.residency == residency);
             if is_current {
-                self.preempt(handle.slot());
+                self.displace(handle.slot(), false);
             }
         }
     }
@@ -76,7 +77,7 @@ impl Scheduler {
         };
         sequence.land(row);
         if sequence.is_running() && sequence.residency == row.residency {
-            self.preempt(row.handle.slot());
+            self.displace(row.handle.slot(), false);
         }
     }
 

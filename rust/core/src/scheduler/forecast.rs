@@ -251,8 +251,8 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let num_tokens = sequence.num_planned.max(sequence.num_tokens());
         let last = sequence.num_prompt + predicted_output - 1;
-        let num_held = sequence.seat().map_or(0, |seat| self.kv.len(seat));
-        let num_blocks = self.config.blocks_for(num_tokens).max(num_held);
+        let num_held = sequence.seat().map_or(0, |seat| self.kv.num_held(seat));
+        let num_blocks = self.config.held_blocks_for(num_tokens).max(num_held);
         Member {
             handle: self.arena.handle(slot),
             band: if sequence.is_running() {
@@ -262,7 +262,7 @@ impl Scheduler {
             },
             rest: last.saturating_sub(num_tokens),
             num_tokens,
-            num_own: num_blocks - num_shared,
+            num_own: num_blocks.saturating_sub(num_shared), // some were given back since
             num_shared,
         }
     }
@@ -359,7 +359,7 @@ impl Scheduler {
             .forecast
             .members
             .iter()
-            .map(|member| u64::from(self.config.blocks_for(member.num_tokens + member.rest)))
+            .map(|member| u64::from(self.config.held_blocks_for(member.num_tokens + member.rest)))
             .sum();
         running + self.num_demanded_blocks > u64::from(self.config.num_blocks)
     }

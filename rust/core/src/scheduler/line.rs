@@ -177,8 +177,12 @@ impl Scheduler {
     /// Leading blocks of `slot`, which waits, that can be found and that others hold: what need not come free for it.
     /// Who holds a block of a prefix holds those before it, so the search goes on from where the last one ended, and
     /// costs what has changed since; not even a long cached prompt that does not fit costs more.
-    /// Says as well whether there may be more that can be found.
+    /// Says as well whether there may be more that can be found. Where there is a window, it is not the leading ones that
+    /// matter, and who holds a block may have given back those before it: none is counted.
     pub(super) fn num_held_blocks_of(&mut self, slot: Slot) -> (u32, bool) {
+        if self.config.window > 0 {
+            return (0, true);
+        }
         let last = self.last_findable(slot);
         let mut num_held = self.arena[slot].standing.num_held_blocks.min(last);
         while num_held > 0 && self.held_block(slot, num_held - 1) != Some(true) {

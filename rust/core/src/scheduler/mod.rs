@@ -17,7 +17,9 @@ mod pass;
 mod plan;
 mod quarantine;
 mod residents;
+mod swap;
 mod victim;
+mod window;
 mod write;
 
 use alloc::vec::Vec;
@@ -30,6 +32,7 @@ use crate::arena::Arena;
 use crate::config::{Config, ConfigError};
 use crate::cost::CostModel;
 use crate::event::{Event, EventKind, EventLog};
+use crate::host_pool::HostPool;
 use crate::ids::{Handle, Seat, Slot, StepId};
 use crate::kv::Kv;
 use crate::kv_events::KvEvents;
@@ -92,6 +95,7 @@ pub struct Scheduler {
     pub(crate) arena: Arena<Sequence>,
     pub(crate) queue: WaitQueue,
     pub(crate) kv: Kv,
+    pub(crate) host: HostPool,
     hasher: ChainHasher,
     pub(crate) free_seats: Vec<Seat>,
     pub(crate) residents: Residents,
@@ -152,6 +156,7 @@ impl Scheduler {
             arena: Arena::new(),
             queue: WaitQueue::new(config.key == KeyPolicy::Fair),
             kv,
+            host: HostPool::new(config.num_swap_blocks),
             hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
@@ -214,7 +219,7 @@ impl Scheduler {
         let account = self.accounts.open(request.tenant);
         let num_tokens = request.prompt_token_ids.len() as u32 + max_output - 1;
         let standing = Standing {
-            num_limit_blocks: self.config.blocks_for(num_tokens),
+            num_limit_blocks: self.config.held_blocks_for(num_tokens),
             ..Standing::new(request, account, self.next_arrival, now_us)
         };
         self.next_arrival += 1;
@@ -275,7 +280,7 @@ impl Scheduler {
         let room = config.max_model_len - prompt.len() as u32;
         let max_output = request.max_tokens.min(room.into()) as u32;
         // The last output token is never computed, so it needs no slot.
-        let num_blocks = config.blocks_for(prompt.len() as u32 + max_output - 1);
+        let num_blocks = config.held_blocks_for(prompt.len() as u32 + max_output - 1);
         if num_blocks > config.num_blocks {
             return Err(Reject::NeverFits {
                 num_blocks,
@@ -390,7 +395,10 @@ impl Scheduler {
                 self.num_parked -= 1;
                 self.num_queued_tokens -= u64::from(sequence.num_prompt);
             }
-            State::Waiting => self.dequeue(slot),
+            State::Waiting => {
+                self.dequeue(slot);
+                self.drop_swapped(slot);
+            }
             State::Running(seat) if self.config.admission == Admission::StaticPadded => {
                 sequence.state = State::Ghost(seat);
                 sequence.plain_until = 0;
@@ -412,8 +420,13 @@ impl Scheduler {
         self.arena.remove(slot);
     }
 
-    /// Takes a running sequence's seat and blocks; it waits again, in its old place.
+    /// Takes a running sequence's seat and blocks in a plan; it waits again, in its old place.
     fn preempt(&mut self, slot: Slot) {
+        self.displace(slot, self.config.num_swap_blocks > 0);
+    }
+
+    /// The same; if it `is_swapped`, its KV is copied to the host where there is room.
+    fn displace(&mut self, slot: Slot, is_swapped: bool) {
         let sequence = &mut self.arena[slot];
         let State::Running(seat) = sequence.state else {
             unreachable!("only a running sequence is preempted");
@@ -423,8 +436,12 @@ impl Scheduler {
             self.pass.num_left += 1 + sequence.row.num_drafts;
             self.pass.has_withdrawn = true;
         }
-        let (key, num_lost) = (sequence.key, sequence.num_planned);
+        let (key, mut num_lost) = (sequence.key, sequence.num_planned);
         self.pass.debt -= sequence.row.debt;
+        if is_swapped {
+            num_lost -= self.try_swap_out(slot, seat);
+        }
+        let sequence = &mut self.arena[slot];
         sequence.end_residency();
         sequence.state = State::Waiting;
         sequence.num_preemptions += 1;

@@ -2,6 +2,7 @@
 
 use alloc::vec::Vec;
 
+use crate::host_pool::Swapped;
 use crate::ids::{BlockId, Handle, Seat, Slot};
 use crate::layout::StepLayout;
 use crate::policy::VictimOrder;
@@ -47,6 +48,20 @@ pub(crate) struct Pass {
     pub(crate) runs: Vec<(BlockId, Slot)>,
     /// Cached or planned blocks with which the prefill at hand could go on.
     pub(crate) hits: Vec<BlockId>,
+    /// The first of those, which are block 0: they lie behind the window.
+    pub(crate) num_behind: u32,
+    /// Of the others, those that were found; the rest, block 0 too, are copied back from the host.
+    pub(crate) num_found: u32,
+    /// Where the prefill at hand goes on behind its hits.
+    pub(crate) resume_at: u32,
+    /// Blocks that this step copies to the host, and where to; like the three below, empty but in a plan.
+    pub(crate) swap_out: Vec<(BlockId, u32)>,
+    /// Whose those are.
+    pub(crate) swapped_out: Vec<Handle>,
+    /// Host blocks that it copies back, and where to.
+    pub(crate) swap_in: Vec<(u32, BlockId)>,
+    /// Whose those are, with all that they had in the host's memory.
+    pub(crate) swapped_in: Vec<(Handle, Swapped)>,
     /// Tokens left of the budget.
     pub(crate) num_left: u32,
     /// What is left of the step's target for its time, if it has one.
@@ -91,6 +106,13 @@ impl Pass {
             wants_run: false,
             runs: Vec::new(),
             hits: Vec::with_capacity(layout.max_blocks_per_seq),
+            num_behind: 0,
+            num_found: 0,
+            resume_at: 0,
+            swap_out: Vec::new(),
+            swapped_out: Vec::new(),
+            swap_in: Vec::new(),
+            swapped_in: Vec::new(),
             num_left: 0,
             cost_left: None,
             debt: 0,

@@ -54,6 +54,7 @@ impl Scheduler {
         self.drop_withdrawn();
         if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
             self.clear_rows();
+            self.drop_unwritten_swaps();
             return self.nothing();
         }
         if self.wants_moves() {
@@ -207,8 +208,7 @@ impl Scheduler {
     fn list_prefill(&mut self, slot: Slot) {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
-        let num_blocks = self.config.blocks_for(sequence.num_tokens());
-        let debt = num_blocks.saturating_sub(self.kv.len(seat));
+        let debt = self.num_blocks_to_go(slot, seat);
         self.arena[slot].row.debt = debt;
         self.pass.debt += debt;
         self.pass.prefills.push(slot);
@@ -296,6 +296,7 @@ impl Scheduler {
     #[allow(clippy::inline_always, reason = "as `decodes_next`")]
     fn try_grow(&mut self, slot: Slot, num_tokens: u32) -> bool {
         let seat = self.arena[slot].seat().expect("a resident has a seat");
+        self.release_behind(slot, seat, num_tokens - 1);
         if num_tokens <= self.kv.len(seat) * self.config.block_size {
             return true;
         }

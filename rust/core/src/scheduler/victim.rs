@@ -157,9 +157,8 @@ impl Scheduler {
             is_band_best,
             ends_soon: most_tokens - num_computed <= self.config.block_size
                 || self.kv.len(seat) >= self.config.blocks_for(most_tokens),
-            num_recomputed: self
-                .kv
-                .num_exclusive(seat)
+            // What lies behind the window is computed again for what hangs on it.
+            num_recomputed: (self.kv.num_exclusive(seat) + self.kv.num_behind(seat))
                 .min(self.config.blocks_for(num_computed)),
             key: Reverse(sequence.key),
         }
@@ -226,7 +225,9 @@ impl Scheduler {
 
     /// What there is for `need` once `victim` has left.
     fn count_out(&self, need: &mut Need, victim: Slot) {
-        need.num_available += self.num_freed_by(victim, &self.pass.hits);
+        // Those of its hits that were not counted as shared have to be available, and are so then.
+        let shared = &self.pass.hits[..need.num_shared as usize];
+        need.num_available += self.num_freed_by(victim, shared);
         // For a group in quarantine no debt was counted.
         need.debt = need.debt.saturating_sub(self.debt_of(victim));
         need.has_seat = true;
@@ -245,7 +246,7 @@ impl Scheduler {
         match self.config.admission {
             Admission::Reserve => {
                 let seat = self.arena[victim].seat().expect("a victim has a seat");
-                self.limit_blocks(victim) - self.kv.len(seat)
+                self.limit_blocks(victim) - self.kv.num_held(seat)
             }
             _ => self.arena[victim].row.debt,
         }

@@ -14,6 +14,8 @@ struct Writer<'a> {
     num_gained_blocks: usize,
     num_changes: usize,
     num_moves: usize,
+    num_swap_out: usize,
+    num_swap_in: usize,
     num_rows: usize,
     num_tokens: usize,
     num_listed: usize,
@@ -34,6 +36,8 @@ impl<'a> Writer<'a> {
             num_gained_blocks: 0,
             num_changes: 0,
             num_moves: 0,
+            num_swap_out: 0,
+            num_swap_in: 0,
             num_rows: 0,
             num_tokens: 0,
             num_listed: 0,
@@ -137,12 +141,13 @@ impl<'a> Writer<'a> {
         seat: Seat,
         table: &[BlockId],
         block_size: u32,
+        next_release: u32,
     ) {
         for (column, block) in table.iter().enumerate().skip(sequence.num_sent as usize) {
             self.change(seat, column, block.0);
         }
         sequence.num_sent = table.len() as u32;
-        sequence.settle_plain(block_size);
+        sequence.settle_plain(block_size, next_release);
     }
 
     fn change(&mut self, seat: Seat, column: usize, block: u32) {
@@ -162,6 +167,16 @@ impl<'a> Writer<'a> {
             place.copy_from_slice(&[from.0 as i32, to.0 as i32]);
         }
         self.num_moves = moves.len();
+    }
+
+    fn swaps(&mut self, out: &[(BlockId, u32)], back: &[(u32, BlockId)]) {
+        for (place, &(block, host)) in self.to.swap_out.chunks_exact_mut(2).zip(out) {
+            place.copy_from_slice(&[block.0 as i32, host as i32]);
+        }
+        for (place, &(host, block)) in self.to.swap_in.chunks_exact_mut(2).zip(back) {
+            place.copy_from_slice(&[host as i32, block.0 as i32]);
+        }
+        (self.num_swap_out, self.num_swap_in) = (out.len(), back.len());
     }
 
     fn finish(self, step: StepId, num_lost: usize, num_gained: usize) {
@@ -184,6 +199,8 @@ impl<'a> Writer<'a> {
         header[header::MAX_CONTEXT] = self.max_context as i32;
         header[header::NUM_HOST_MASKED] = self.num_host_masked as i32;
         header[header::MAX_COUNT] = self.max_count as i32;
+        header[header::NUM_SWAP_OUT] = self.num_swap_out as i32;
+        header[header::NUM_SWAP_IN] = self.num_swap_in as i32;
     }
 }
 
@@ -213,6 +230,9 @@ impl Scheduler {
         }
         if !(self.pass.moves.is_empty() && self.pass.moved.is_empty()) {
             self.write_moves(&mut writer, &mut step);
+        }
+        if !(self.pass.swap_out.is_empty() && self.pass.swap_in.is_empty()) {
+            self.write_swaps(&mut writer, &mut step);
         }
         self.write_decodes(&mut writer, &mut step, drafts);
         for i in 0..self.pass.prefill_rows.len() {
@@ -263,6 +283,20 @@ impl Scheduler {
         self.pass.num_move_changes = 0;
     }
 
+    #[cold]
+    fn write_swaps(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight) {
+        writer.swaps(&self.pass.swap_out, &self.pass.swap_in);
+        step.record.num_swapped_out = writer.num_swap_out as i64;
+        step.record.num_swapped_in = writer.num_swap_in as i64;
+        for handle in &self.pass.swapped_out {
+            self.arena[handle.slot()].swapped.step = Some(step.id);
+        }
+        core::mem::swap(&mut step.swapped_out, &mut self.pass.swapped_out);
+        core::mem::swap(&mut step.swapped_in, &mut self.pass.swapped_in);
+        self.pass.swap_out.clear();
+        self.pass.swap_in.clear();
+    }
+
     fn write_gained(&mut self, writer: &mut Writer<'_>, i: usize) {
         let slot = self.pass.gained[i];
         let handle = self.arena.handle(slot).to_bits();
@@ -306,7 +340,9 @@ impl Scheduler {
             for &slot in &self.pass.grown {
                 let sequence = &mut self.arena[slot];
                 let seat = sequence.seat().expect("a row has a seat");
-                writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
+                let table = self.kv.table(seat);
+                let next_release = self.config.next_release(self.kv.num_behind(seat));
+                writer.send_table(sequence, seat, table, self.config.block_size, next_release);
             }
             for i in 0..self.pass.special_rows.len() {
                 self.amend_row(writer, step, drafts, self.pass.special_rows[i]);
@@ -356,7 +392,9 @@ impl Scheduler {
         if planned.num_drafts > 0 {
             writer.lengthen(row, planned.num_drafts);
         }
-        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
+        let table = self.kv.table(seat);
+        let next_release = self.config.next_release(self.kv.num_behind(seat));
+        writer.send_table(sequence, seat, table, self.config.block_size, next_release);
     }
 
     fn write_prefill(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
@@ -382,7 +420,9 @@ impl Scheduler {
             max_ids,
             kind,
         });
-        writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
+        let table = self.kv.table(seat);
+        let next_release = self.config.next_release(self.kv.num_behind(seat));
+        writer.send_table(sequence, seat, table, self.config.block_size, next_release);
     }
 
     fn write_padding(&mut self, writer: &mut Writer<'_>, step: &mut StepInFlight, slot: Slot) {
