@@ -45,7 +45,10 @@ fn main() {
         seed += 1;
         if (seed - first_seed).is_multiple_of(20) {
             let seconds = began.elapsed().as_secs();
-            println!("{} verbs in {seconds} s, seeds up to {seed}", num_verbs.get());
+            println!(
+                "{} verbs in {seconds} s, seeds up to {seed}",
+                num_verbs.get()
+            );
         }
     }
     let seconds = began.elapsed().as_secs();

@@ -14,6 +14,7 @@ mod refusals;
 mod scenarios;
 mod static_batches;
 mod support;
+
 mod traffic;
 mod victims;
 mod windows;

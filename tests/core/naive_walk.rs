@@ -117,8 +117,8 @@ impl Naive {
             let ends_soon = most - sequence.planned <= self.config.block_size
                 || sequence.table.len() as u32 >= self.blocks_for(most);
             let num_behind = sequence.table.len() as u32 - sequence.num_held();
-            let num_recomputed = (self.num_exclusive(handle) + num_behind)
-                .min(self.blocks_for(sequence.planned));
+            let num_recomputed =
+                (self.num_exclusive(handle) + num_behind).min(self.blocks_for(sequence.planned));
             let key = sequence.key;
             (
                 Reverse(key.0),
@@ -268,9 +268,7 @@ impl Naive {
             .rev()
             .find_map(|end| {
                 let low = self.behind(end * self.config.block_size).max(held);
-                let seen = (low..end)
-                    .map(found)
-                    .collect::<Option<Vec<usize>>>()?;
+                let seen = (low..end).map(found).collect::<Option<Vec<usize>>>()?;
                 let behind = (held..low).map(|_| Hit::Behind);
                 Some(behind.chain(seen.into_iter().map(Hit::Found)).collect())
             })

@@ -39,7 +39,11 @@ fn a_sequence_holds_its_window_and_no_more() {
         }
         assert_eq!(world.account(handle).end, Some((FinishReason::Length, 60)));
         // Five tokens, the new one among them, lie in this many blocks at most.
-        assert_eq!(most, 4_u32.div_ceil(block_size) + 1, "blocks of {block_size}");
+        assert_eq!(
+            most,
+            4_u32.div_ceil(block_size) + 1,
+            "blocks of {block_size}"
+        );
         assert!(world.seen().window_blocks as u32 >= 50 / block_size);
     }
 }

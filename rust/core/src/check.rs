@@ -204,7 +204,11 @@ impl Scheduler {
         let mut is_cached = vec![false; num_holders.len()];
         let mut num_cached = 0;
         for block in kv.pool.cached() {
-            assert!(!is_cached[block.index()], "block {} is cached twice", block.0);
+            assert!(
+                !is_cached[block.index()],
+                "block {} is cached twice",
+                block.0
+            );
             is_cached[block.index()] = true;
             num_cached += 1;
         }
@@ -259,7 +263,11 @@ impl Scheduler {
     /// Each block of the host's memory is free, or of one sequence that waits, or pinned by one step.
     fn check_host_pool(&self) {
         let mut blocks: Vec<u32> = self.host.free().collect();
-        assert_eq!(blocks.len(), self.host.num_free() as usize, "free host blocks");
+        assert_eq!(
+            blocks.len(),
+            self.host.num_free() as usize,
+            "free host blocks"
+        );
         for (_, sequence) in self.arena.iter() {
             let swapped = &sequence.swapped;
             blocks.extend(&swapped.blocks);
@@ -268,7 +276,10 @@ impl Scheduler {
                 "who has KV on the host waits"
             );
             let is_written = |step| self.steps.contains(step);
-            assert!(swapped.step.is_none_or(is_written), "a copy is there, or in flight");
+            assert!(
+                swapped.step.is_none_or(is_written),
+                "a copy is there, or in flight"
+            );
             let end = self.config.blocks_for(swapped.num_tokens);
             assert!(
                 swapped.is_empty() || swapped.blocks.len() as u32 == end - swapped.first,

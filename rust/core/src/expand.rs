@@ -131,7 +131,12 @@ pub fn expand(
         let table = &mut seats.block_tables[seat * layout.max_blocks_per_seq..]
             [..layout.max_blocks_per_seq];
         // Blocks behind the window are another's by now, or will be; no later row sees them either.
-        clear_behind(layout, table, seats.num_computed_tokens[seat] as u32, start as u32);
+        clear_behind(
+            layout,
+            table,
+            seats.num_computed_tokens[seat] as u32,
+            start as u32,
+        );
         let (mut block, mut offset) = (start / block_size, start % block_size);
         for (i, at) in (token..end).enumerate() {
             out.positions[at] = (start + i) as i64;

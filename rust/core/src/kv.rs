@@ -148,7 +148,11 @@ impl Kv {
 
     /// Appends an entry behind the window to the table of `seat`, which holds none.
     pub(crate) fn push_behind(&mut self, seat: Seat) {
-        assert_eq!(self.num_held(seat), 0, "what is behind the window comes first");
+        assert_eq!(
+            self.num_held(seat),
+            0,
+            "what is behind the window comes first"
+        );
         self.tables[seat.index() * self.num_columns + self.len(seat) as usize] = BlockId(0);
         self.lens[seat.index()] += 1;
         self.starts[seat.index()] += 1;

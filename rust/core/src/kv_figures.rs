@@ -57,8 +57,8 @@ impl Scheduler {
             figures.num_sequences += 1;
             figures.num_table_blocks += num_blocks;
             figures.num_runs += 1 + table.windows(2).filter(is_break).count() as u32;
-            figures.num_unused_slots += (self.kv.len(seat) * self.config.block_size)
-                .saturating_sub(sequence.num_planned);
+            figures.num_unused_slots +=
+                (self.kv.len(seat) * self.config.block_size).saturating_sub(sequence.num_planned);
         }
         figures
     }

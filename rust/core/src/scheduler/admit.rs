@@ -1,5 +1,7 @@
 //! The walk over prefills: residents go on, and newcomers enter, in the order of (band, resident first, key).
 
+use alloc::vec::Vec;
+
 use super::Scheduler;
 use super::forecast::Outlook;
 use super::pass::MAX_BLOCKED;
@@ -510,6 +512,8 @@ impl Scheduler {
             return;
         }
         let (mut longest_prompt, mut longest_output, mut num_rows) = (0, 0, 0);
+        // Listed first: under the fair policy each that is charged moves those behind it.
+        let mut gang = Vec::with_capacity(self.config.max_num_seqs as usize);
         let mut cursor = None;
         while num_rows < self.config.max_num_seqs {
             let Some(at) = self.next_candidate(cursor) else {
@@ -529,13 +533,11 @@ impl Scheduler {
             (longest_prompt, longest_output) = (prompt, output);
             num_rows += 1;
             cursor = Some(at);
+            gang.push(at);
         }
         let is_padded = self.config.admission == Admission::StaticPadded;
         let num_blocks = self.gang_blocks(longest_prompt, longest_output);
-        let mut cursor = None;
-        for _ in 0..num_rows {
-            let at = self.next_candidate(cursor).expect("the gang was counted");
-            cursor = Some(at);
+        for at in gang {
             self.seat_newcomer(&at, 0);
             let sequence = &mut self.arena[at.slot];
             if is_padded {

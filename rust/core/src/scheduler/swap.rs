@@ -88,9 +88,10 @@ impl Scheduler {
         for column in 0..self.config.blocks_for(end) {
             let may_be_found =
                 finds && column >= self.pass.num_behind && (column + 1) * block_size <= end;
-            let found = match may_be_found {
-                true => self.find_block(slot, column),
-                false => None,
+            let found = if may_be_found {
+                self.find_block(slot, column)
+            } else {
+                None
             };
             self.pass.num_found += u32::from(found.is_some());
             self.pass.hits.push(found.unwrap_or(BlockId(0)));
@@ -129,7 +130,9 @@ impl Scheduler {
             if self.config.enable_prefix_caching {
                 self.register_copied(slot, seat);
             }
-            self.pass.swapped_in.push((self.arena.handle(slot), swapped));
+            self.pass
+                .swapped_in
+                .push((self.arena.handle(slot), swapped));
         } else {
             self.host.release(swapped);
         }
