@@ -223,3 +223,25 @@ fn only_what_is_filled_is_copied_when_a_run_slides() {
     assert!((3..=5).contains(&num_moves), "{num_moves}");
     world.drain();
 }
+
+#[test]
+fn contiguous_runs_that_do_not_all_fit_a_smaller_pool_stay_until_one_leaves() {
+    for depth in 1..=3 {
+        let mut world = World::new(&Config {
+            num_blocks: 12,
+            depth,
+            contiguous: true,
+            enable_prefix_caching: false,
+            ..config()
+        });
+        let handles = [1, 2, 3].map(|seed| world.submit(&Ask::sized(seed, 4, 5))); // four blocks each
+        world.turn();
+        world.plan();
+        world.resize(5).expect("each of them fits");
+        world.drain();
+        for handle in handles {
+            assert_eq!(world.account(handle).end, Some((FinishReason::Length, 5)));
+        }
+        assert!(world.seen().preemptions > 0);
+    }
+}

@@ -14,7 +14,7 @@ mod refusals;
 mod scenarios;
 mod static_batches;
 mod support;
-
+mod swaps;
 mod traffic;
 mod victims;
 mod windows;

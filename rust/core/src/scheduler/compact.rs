@@ -263,7 +263,8 @@ impl Scheduler {
         self.pass.runs = runs;
     }
 
-    /// Moves the whole run of `slot` down to `to`; `false`, and no change, where the step is full.
+    /// Moves the whole run of `slot` down to `to`; `false`, and no change, where the step is full, or the run would still
+    /// end beyond a smaller pool: then others must leave first.
     fn slide_run(&mut self, slot: Slot, to: BlockId) -> bool {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a run has a seat");
@@ -275,7 +276,8 @@ impl Scheduler {
             .blocks_for(sequence.num_planned - sequence.row.count)
             .min(len);
         let num_sent = sequence.num_sent;
-        if self.pass.moves.len() + num_filled as usize > self.layout.capacity_moves
+        if to.0 + len - 1 > self.config.num_blocks
+            || self.pass.moves.len() + num_filled as usize > self.layout.capacity_moves
             || self.pass.changes.len() + num_sent as usize > self.layout.max_move_changes()
         {
             return false;
