@@ -2,9 +2,11 @@
 //!
 //! The one unsafe place of the binding: the KV cache is a tensor's memory, which the program reads and writes.
 
+use std::time::Duration;
+
 use noria_cpu::{
     AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
-    Matrix, MatrixId, Program, Step, TableId, Value, VectorId,
+    Matrix, MatrixId, Program, Step, TableId, Value, VectorId, fma_rate, int8_rate, read_bandwidth,
 };
 use numpy::{
     PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
@@ -19,6 +21,65 @@ use crate::errors;
 #[pyfunction]
 pub(crate) fn cpu_isa(py: Python<'_>) -> PyResult<&'static str> {
     Ok(chosen(py)?.name())
+}
+
+/// Bytes that threads read from memory, in GB/s.
+#[pyfunction]
+#[pyo3(signature = (seconds, num_threads=None))]
+pub(crate) fn measure_bandwidth(
+    py: Python<'_>,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    measured(py, read_bandwidth, seconds, num_threads)
+}
+
+/// float32 operations in multiply-adds, in GFLOP/s.
+#[pyfunction]
+#[pyo3(signature = (seconds, num_threads=None))]
+pub(crate) fn measure_fma(
+    py: Python<'_>,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    measured(py, fma_rate, seconds, num_threads)
+}
+
+/// Whole-number operations of products with 8-bit weights, in GOP/s.
+#[pyfunction]
+#[pyo3(signature = (seconds, num_threads=None))]
+pub(crate) fn measure_int8(
+    py: Python<'_>,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    measured(py, int8_rate, seconds, num_threads)
+}
+
+fn measured(
+    py: Python<'_>,
+    measure: fn(Isa, usize, Duration) -> f64,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    let isa = chosen(py)?;
+    let Ok(time) = Duration::try_from_secs_f64(seconds) else {
+        let expected = "a number of seconds from 0 on";
+        return Err(errors::named(py, "seconds", seconds.to_string(), expected));
+    };
+    let num_threads = match num_threads {
+        Some(0) => {
+            return Err(errors::named(
+                py,
+                "num_threads",
+                "0".to_owned(),
+                "1 or more",
+            ));
+        }
+        Some(count) => count,
+        None => std::thread::available_parallelism()?.get(),
+    };
+    Ok(py.detach(|| measure(isa, num_threads, time)) / 1e9)
 }
 
 fn chosen(py: Python<'_>) -> PyResult<Isa> {

@@ -3,13 +3,16 @@
 use crate::Isa;
 use crate::attention::{self, Attend, Scratch};
 use crate::gemm::{self, Panel};
+use crate::limits;
 use crate::rowwise;
-use crate::simd::{self, Bf16};
+use crate::simd::{self, Bf16, Simd};
 use crate::tile::{self, Product};
 
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
 /// it.
 pub(crate) struct Kernels {
+    /// f32 in a vector.
+    pub(crate) lanes: usize,
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
     /// Multiplies some rows with some columns.
@@ -25,6 +28,10 @@ pub(crate) struct Kernels {
     pub(crate) gelu_mul: unsafe fn(&[f32], &mut [f32]),
     pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
     pub(crate) rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
+    /// What the machine's limits are measured by.
+    pub(crate) read: unsafe fn(&[f32]) -> f32,
+    pub(crate) chains: unsafe fn(f32, usize) -> f32,
+    pub(crate) chains_of_pairs: unsafe fn([i16; 2], usize) -> f32,
 }
 
 /// Compiles every kernel for one instruction set: `$vectors` is the number of vectors in a panel's width.
@@ -36,6 +43,7 @@ macro_rules! kernels {
             type S = $simd;
 
             pub(super) static KERNELS: Kernels = Kernels {
+                lanes: S::LANES,
                 panel,
                 block_f32,
                 block_bf16,
@@ -48,6 +56,9 @@ macro_rules! kernels {
                 gelu_mul,
                 quantise,
                 rotate,
+                read,
+                chains,
+                chains_of_pairs,
             };
 
             // SAFETY (of all): the caller has checked for the features, and keeps the generic kernel's contract.
@@ -109,6 +120,21 @@ macro_rules! kernels {
             unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
                 // SAFETY: as above.
                 unsafe { rowwise::rotate::<S>(head, cos, sin) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn read(numbers: &[f32]) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::read::<S>(numbers) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn chains(factor: f32, length: usize) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::chains::<S>(factor, length) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn chains_of_pairs(pair: [i16; 2], length: usize) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::chains_of_pairs::<S>(pair, length) }
             }
         }
     };
