@@ -413,8 +413,11 @@ class CpuProgram:
     @property
     def num_logits_columns(self) -> int: ...
     @property
-    def stage_us(self) -> tuple[int, int, int, int]:
-        """Microseconds so far in products, the head's product, attention and all other ops."""
+    def stage_ns(self) -> list[tuple[str, int]]:
+        """What each stage does, in order, and its nanoseconds since the program was built.
+
+        A product is "linear IN to OUT" or "head IN to OUT"; others are "attention" or the name of an op on rows.
+        """
 
     def run(
         self,

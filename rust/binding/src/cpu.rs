@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use noria_cpu::{
     AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
-    Matrix, MatrixId, Program, Step, TableId, Value, VectorId, fma_rate, int8_rate, read_bandwidth,
+    Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate, int8_rate, read_bandwidth,
 };
 use numpy::{
     PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
@@ -313,14 +313,9 @@ impl CpuProgram {
     }
 
     #[getter]
-    fn stage_us(&self) -> (u64, u64, u64, u64) {
+    fn stage_ns(&self) -> Vec<(String, u64)> {
         let times = self.program.times();
-        (
-            times.gemm_ns / 1000,
-            times.head_ns / 1000,
-            times.attention_ns / 1000,
-            times.other_ns / 1000,
-        )
+        times.map(|time| (label(time.kind), time.ns)).collect()
     }
 
     #[pyo3(signature = (
@@ -360,6 +355,21 @@ impl CpuProgram {
         let program = &mut self.program;
         with_kv(kv, |view| py.detach(|| program.run(&step, &view, logits)))?
             .map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+}
+
+fn label(kind: StageKind) -> String {
+    match kind {
+        StageKind::Linear {
+            num_out,
+            num_in,
+            is_head,
+        } => {
+            let name = if is_head { "head" } else { "linear" };
+            format!("{name} {num_in} to {num_out}")
+        }
+        StageKind::Attention => "attention".to_owned(),
+        StageKind::Rows(name) => name.to_owned(),
     }
 }
 

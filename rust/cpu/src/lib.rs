@@ -41,5 +41,5 @@ pub use isa::{ISA_VARIABLE, Isa, IsaError};
 pub use kv::KvView;
 pub use limits::{fma_rate, int8_rate, read_bandwidth};
 pub use matrix::{Format, Matrix};
-pub use program::{Program, StageTimes};
+pub use program::{Program, StageKind, StageTime};
 pub use step::{Step, StepError};
