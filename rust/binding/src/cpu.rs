@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use noria_cpu::{
     AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
-    Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate, int8_rate, read_bandwidth,
+    Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate, int8_rate,
+    read_bandwidth,
 };
 use numpy::{
     PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,

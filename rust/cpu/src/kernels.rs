@@ -5,7 +5,7 @@ use crate::attention::{self, Attend, Scratch};
 use crate::gemm::{self, Panel};
 use crate::limits;
 use crate::rowwise;
-use crate::simd::{self, Bf16, Simd};
+use crate::simd::{self, Simd};
 use crate::tile::{self, Product};
 
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
@@ -16,8 +16,8 @@ pub(crate) struct Kernels {
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
     /// Multiplies some rows with some columns.
-    pub(crate) block_f32: unsafe fn(&Product<f32>, usize, usize),
-    pub(crate) block_bf16: unsafe fn(&Product<Bf16>, usize, usize),
+    pub(crate) block: unsafe fn(&Product<f32>, usize, usize),
+    pub(crate) block_turned: unsafe fn(&Product<f32>, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
     pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
@@ -45,8 +45,8 @@ macro_rules! kernels {
             pub(super) static KERNELS: Kernels = Kernels {
                 lanes: S::LANES,
                 panel,
-                block_f32,
-                block_bf16,
+                block,
+                block_turned,
                 attend,
                 rms_norm,
                 add,
@@ -68,14 +68,14 @@ macro_rules! kernels {
                 unsafe { gemm::panel::<S, $vectors>(panel) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn block_f32(product: &Product<f32>, num_rows: usize, num_columns: usize) {
+            unsafe fn block(product: &Product<f32>, num_rows: usize, num_columns: usize) {
                 // SAFETY: as above.
-                unsafe { tile::block::<S, f32>(*product, num_rows, num_columns) }
+                unsafe { tile::block::<S, false>(*product, num_rows, num_columns) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn block_bf16(product: &Product<Bf16>, num_rows: usize, num_columns: usize) {
+            unsafe fn block_turned(product: &Product<f32>, num_rows: usize, num_columns: usize) {
                 // SAFETY: as above.
-                unsafe { tile::block::<S, Bf16>(*product, num_rows, num_columns) }
+                unsafe { tile::block::<S, true>(*product, num_rows, num_columns) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {
@@ -114,7 +114,8 @@ macro_rules! kernels {
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
-                rowwise::quantise(x, limit, out);
+                // SAFETY: as above.
+                unsafe { rowwise::quantise::<S>(x, limit, out) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
