@@ -14,10 +14,8 @@ use std::process::{Command, ExitCode};
 use workload::{Meter, SteadyDecode, Verb};
 
 const SIZES: [u32; 4] = [64, 256, 1024, 4096];
-/// Instructions a sequence-step, at most; all verbs together. It is for `LIMITED_SIZE` running and more: what a step costs
-/// whatever runs in it, some 1,500 instructions, shows below that.
+/// Instructions a sequence-step, at most; all verbs together.
 const MAX_PER_ROW: f64 = 250.0;
-const LIMITED_SIZE: u32 = 256;
 /// What a step of the second size may cost, in steps of the first.
 const GROWTH_SIZES: [u32; 2] = [256, 4096];
 const MAX_GROWTH: f64 = 17.0;
@@ -118,9 +116,7 @@ fn report_pool() -> bool {
 }
 
 fn report(sizes: &[u32]) -> bool {
-    println!(
-        "instructions a sequence-step; the limit is {MAX_PER_ROW} from {LIMITED_SIZE} running on"
-    );
+    println!("instructions a sequence-step; the limit is {MAX_PER_ROW}");
     println!("running   submit     plan   commit    total   instructions a step");
     let mut is_within = true;
     let mut per_step = BTreeMap::new();
@@ -131,7 +127,7 @@ fn report(sizes: &[u32]) -> bool {
         let per_row = total / f64::from(num_rows);
         let step = total / f64::from(NUM_TURNS);
         println!("{running:7} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1} {step:21.0}");
-        is_within &= per_row <= MAX_PER_ROW || running < LIMITED_SIZE;
+        is_within &= per_row <= MAX_PER_ROW;
         per_step.insert(running, step);
     }
     if let [Some(small), Some(large)] = GROWTH_SIZES.map(|running| per_step.get(&running)) {

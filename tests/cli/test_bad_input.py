@@ -183,3 +183,11 @@ def test_more_requests_than_the_file_has_are_refused(noria, tmp_path):
     path.write_text(json.dumps([_entry()]))
     argv = ("bench", "throughput", "--null-runner", "--workload", path, "--num-requests", "2")
     assert "2" in noria(*argv).complaint
+
+
+@pytest.mark.parametrize("command", ["generate", "models", "chat"])
+@pytest.mark.parametrize("name", ["x" * 300, "a/" + "x" * 5000], ids=["file", "path"])
+def test_a_model_name_longer_than_a_file_may_be_is_one_line(noria, command, name):
+    complaint = noria(command, name, *(["hi"] if command == "generate" else [])).complaint
+    assert "does not exist" in complaint
+    assert len(complaint) < 400

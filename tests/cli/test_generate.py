@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 
@@ -196,3 +197,51 @@ def test_a_bad_line_of_json_is_one_sentence(noria, tiny_llama, monkeypatch, line
 @pytest.mark.parametrize("word", ["--typo", "--typo=4", "-x"])
 def test_an_unknown_flag_is_no_prompt(noria, tiny_llama, word):
     assert f"Unknown option: {word}" in noria("generate", tiny_llama, "the wheel", word).complaint
+
+
+def test_several_answers_and_their_log_probabilities_are_shown(noria, llm, tiny_llama):
+    (output,) = llm.generate(
+        ["the wheel"], SamplingParams(temperature=1.0, seed=3, n=2, logprobs=1, max_tokens=4)
+    )
+    argv = ("generate", tiny_llama, "the wheel", "--n", "2", "--logprobs", "1", "--temperature", "1")
+    shown = noria(*argv, "--seed", "3", "--max-tokens", "4").out
+    for index, completion in enumerate(output.outputs):
+        assert f"[1/1] the wheel ({index + 1} of 2)\n{completion.text.strip()}" in shown
+        for entry in completion.logprobs:
+            chosen, *_ = entry.values()
+            assert f"{chosen.logprob:9.3f}  {json.dumps(chosen.decoded_token, ensure_ascii=False)}" in shown
+    lines = noria(*argv, "--seed", "3", "--max-tokens", "4", "--json-lines").out.splitlines()
+    for line, completion in zip(map(json.loads, lines), output.outputs, strict=True):
+        assert (line["index"], line["text"]) == (completion.index, completion.text)
+        told = [entry[0]["token_id"] for entry in line["logprobs"]]
+        assert told == completion.token_ids
+
+
+def test_an_answer_obeys_the_rule_that_a_flag_gives(noria, tiny_llama, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["ab", 7]}')
+    grammar.write_text('start: "(" ")"')
+    flags = {
+        ("--json-schema", schema): ('"ab"\n', "7\n"),
+        ("--grammar", grammar): ("()\n",),
+        ("--regex", "-?[ab]{3}c"): None,
+        ("--choice", "yes", "--choice", "no"): ("yes\n", "no\n"),
+    }
+    for given, texts in flags.items():
+        out = noria("generate", tiny_llama, "the wheel", *given).out
+        assert re.fullmatch("-?[ab]{3}c\n", out) if texts is None else out in texts
+
+
+def test_a_bad_rule_is_one_sentence(noria, tiny_llama, tmp_path):
+    assert "--grammar: " in noria("generate", tiny_llama, "a", "--grammar", tmp_path / "none").complaint
+    both = noria("generate", tiny_llama, "a", "--regex", "a", "--json-object").complaint
+    assert "exactly one of json, regex" in both
+    (tmp_path / "schema.json").write_text("{torn")
+    torn = noria("generate", tiny_llama, "a", "--json-schema", tmp_path / "schema.json").complaint
+    assert "not valid JSON" in torn
+
+
+def test_a_misspelt_option_is_told_the_nearest_of_all_options(noria, tiny_llama):
+    for word, meant in (("--json-shema", "--json-schema"), ("--systm", "--system"), ("--top-pp", "--top-p")):
+        complaint = noria("generate", tiny_llama, "the wheel", word).complaint
+        assert complaint.endswith(f"Unknown option: {word}. Did you mean {meant}?")

@@ -89,6 +89,32 @@ def test_an_answer_obeys_its_rule(llm: LLM, closing: dict[int, float]) -> None:
     assert len({output.outputs[0].text for output in outputs}) > 8
 
 
+def test_keys_by_their_patterns_are_obeyed(llm: LLM, closing: dict[int, float]) -> None:
+    numbered: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 9}
+    schemas: list[dict[str, Any]] = [
+        {"patternProperties": {"^[ab]{1,3}$": numbered}, "additionalProperties": False},
+        {"patternProperties": {"^a": numbered, "^b": {"enum": ["x"]}}, "required": ["ab", "ba"]},
+        {
+            "properties": {"ab": {"type": "integer"}},
+            "required": ["ab"],
+            "patternProperties": {"^a": numbered},
+        },
+        {"patternProperties": {"^[^a]{0,3}$": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+    ]
+    rules = [StructuredOutputsParams(json={"type": "object", **schema}) for schema in schemas]
+    outputs = llm.generate(
+        ["Say:"] * 32, [params(rules[i % 4], seed=i, logit_bias=closing) for i in range(32)]
+    )
+    keys = set()
+    for index, output in enumerate(outputs):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "stop", (output.error, answer.text)
+        read = json.loads(answer.text)
+        jsonschema.validate(read, {"type": "object", **schemas[index % 4]})
+        keys |= {(index % 4, key[:1]) for key in read}
+    assert {(0, "a"), (1, "a"), (1, "b"), (2, "a")} < keys
+
+
 def test_a_rule_is_obeyed_among_others_and_by_itself_alike(llm: LLM, closing: dict[int, float]) -> None:
     asked = params(StructuredOutputsParams(json=PERSON), seed=5, logit_bias=closing)
     alone = llm.generate("Say:", asked)[0].outputs[0].token_ids
@@ -115,8 +141,18 @@ def test_several_answers_each_obey(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        ({"json": {"type": "object", "patternProperties": {"a": {}}}}, "'patternProperties' at its top"),
-        ({"json": {"properties": {"a": {"patternProperties": {}}}}}, "'patternProperties' at /properties/a"),
+        (
+            {"json": {"type": "object", "patternProperties": {"a": {}, "b": {}}}},
+            "json is refused: patternProperty .*not disjoint",
+        ),
+        (
+            {"json": {"type": "object", "minProperties": 3}},
+            "'minProperties' at its top, .* up to .*, 0; got 3",
+        ),
+        (
+            {"json": {"properties": {"minProperties": {"minProperties": 2, "required": ["a"]}}}},
+            "'minProperties' at /properties/minProperties, .* up to .*, 1; got 2",
+        ),
         ({"json": {"type": "array", "uniqueItems": True}}, "keyword 'uniqueItems', which is not supported"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "keyword 'oneOf' with choices that"),
         ({"json": {"type": "string", "format": "xyz"}}, "json is refused: Unknown format: xyz"),

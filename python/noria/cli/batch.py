@@ -124,6 +124,8 @@ def _engine(path: Path, model_flags: ModelFlags, engine_flags: EngineFlags) -> "
             model=str(path),
             dtype=model_flags.dtype,
             device=model_flags.device,
+            backend=model_flags.backend,
+            quantization=model_flags.quantization,
             max_model_len=model_flags.max_model_len,
             max_num_seqs=engine_flags.max_num_seqs,
             max_num_batched_tokens=engine_flags.max_num_batched_tokens,

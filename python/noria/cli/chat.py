@@ -54,6 +54,8 @@ def chat(
         path,
         dtype=model_flags.dtype,
         device=model_flags.device,
+        backend=model_flags.backend,
+        quantization=model_flags.quantization,
         max_model_len=model_flags.max_model_len,
         max_num_seqs=1,
     ) as llm:

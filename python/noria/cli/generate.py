@@ -1,11 +1,12 @@
 """`noria generate`: prompts in, answers out."""
 
+import dataclasses
+import inspect
 import json
 import re
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +17,12 @@ from noria.cli.options import (
     EngineFlags,
     ModelFlags,
     SamplingFlags,
+    StructureFlags,
     parse_biases,
     parse_ids,
     resolve_model,
 )
+from noria.cli.printed import print_all, print_lines, print_logprobs
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from noria.llm import LLM
-    from noria.outputs import Events, RequestOutput
+    from noria.outputs import Events
     from noria.prompts import PromptInput
     from noria.sampling.params import SamplingParams
 
@@ -37,12 +40,14 @@ EXAMPLES = """Examples:
   noria generate ./model.gguf "Once upon a time" "The sea" --temperature 0.8
   noria generate smollm2 --chat --stop "." - < question.txt
   noria generate smollm2 --json-lines - < prompts.jsonl > answers.jsonl
+  noria generate smollm2 --chat "Is water wet?" --choice yes --choice no --logprobs 3
+  noria generate smollm2 --chat "Invent a person." --json-schema person.json --n 3 --temperature 0.8
 """
 
 _NO_MODEL_FLAGS = ModelFlags()
 _NO_ENGINE_FLAGS = EngineFlags()
 _NO_SAMPLING_FLAGS = SamplingFlags()
-_HEADER_CHARS = 72
+_NO_STRUCTURE_FLAGS = StructureFlags()
 _MAX_TOKENS = 128
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 
@@ -82,6 +87,14 @@ def generate(
         ),
     ] = False,
     system: Annotated[str | None, Parameter(help="With --chat: a system message before each prompt.")] = None,
+    n: Annotated[int, Parameter(help="Answers to each prompt; --temperature makes them differ.")] = 1,
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            help="Tell each token's log probability, and those of so many of the likeliest. [default: none]"
+        ),
+    ] = None,
+    structure: StructureFlags = _NO_STRUCTURE_FLAGS,
     sampling: SamplingFlags = _NO_SAMPLING_FLAGS,
     model_flags: ModelFlags = _NO_MODEL_FLAGS,
     engine_flags: EngineFlags = _NO_ENGINE_FLAGS,
@@ -102,7 +115,12 @@ def generate(
     given_ids = [parse_ids(text, "--prompt-token-ids") for text in prompt_token_ids]
     path = resolve_model(model)
     # Before the weights: its errors need not wait for them.
-    params = sampling_params(sampling, max_tokens=_MAX_TOKENS)
+    params = dataclasses.replace(
+        sampling_params(sampling, max_tokens=_MAX_TOKENS),
+        n=n,
+        logprobs=logprobs,
+        structured_outputs=structure.rule(),
+    )
     given: list[PromptInput] = [*_with_stdin(prompts, json_lines), *given_ids]
     if chat and not all(isinstance(prompt, str) for prompt in given):
         raise ConfigError("--chat needs texts; standard input has other prompts", name="--chat", value=chat)
@@ -127,11 +145,11 @@ def generate(
             chat_ids(llm, prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given
         ]
         if json_lines:
-            _print_lines(llm.generate(inputs, params, on_error="return"), given)
-        elif len(inputs) == 1:
+            print_lines(llm.generate(inputs, params, on_error="return"), given)
+        elif len(inputs) == n == 1:
             _stream_one(llm, inputs[0], params)
         else:
-            _print_all(llm.generate(inputs, params), [_header(prompt) for prompt in given])
+            print_all(llm.generate(inputs, params), given)
 
 
 def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]":
@@ -154,14 +172,26 @@ def _refuse_options(prompts: tuple[str, ...]) -> None:
     Raises:
         ConfigError: one does; the text has the option that is spelled most alike.
     """
-    flags = (*fields(SamplingFlags), *fields(ModelFlags), *fields(EngineFlags))
-    known = ["--chat", "--system", "--prompt-token-ids", "--json-lines"]
-    known += [f"--{flag.name.replace('_', '-')}" for flag in flags]
+    known = list(_option_names(generate))
     for prompt in prompts:
         if _OPTION.fullmatch(prompt):
             alike = get_close_matches(prompt, known, n=1)
             hint = f"Did you mean {alike[0]}?" if alike else "Try --help."
             raise ConfigError(f"Unknown option: {prompt}. {hint}", name=prompt, value=prompt)
+
+
+def _option_names(command: Callable[..., None]) -> Iterator[str]:
+    """A command's options, as they are written; a group of flags is the default of its parameter."""
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        group = parameter.default
+        names = (
+            [field.name for field in dataclasses.fields(group)]
+            if dataclasses.is_dataclass(group)
+            else [parameter.name]
+        )
+        yield from (f"--{name.replace('_', '-')}" for name in names)
 
 
 def _from_json(line: str, number: int) -> "PromptInput":
@@ -244,32 +274,6 @@ def _stream_one(llm: "LLM", prompt: "PromptInput", params: "SamplingParams") -> 
         decode_s = metrics.finished_time - metrics.first_token_time
         if len(completion.token_ids) > 1 and decode_s > 0:
             line += f", then {(len(completion.token_ids) - 1) / decode_s:.1f} tokens/s"
+    if completion.logprobs is not None:
+        print_logprobs(completion.logprobs)
     print(f"{line}; finish reason: {completion.finish_reason}", file=sys.stderr)
-
-
-def _header(prompt: "PromptInput") -> str:
-    return prompt if isinstance(prompt, str) else f"token ids {','.join(map(str, prompt))}"
-
-
-def _print_lines(outputs: "list[RequestOutput]", given: "Sequence[PromptInput]") -> None:
-    for output, prompt in zip(outputs, given, strict=True):
-        completion = output.outputs[0]
-        told = {
-            "prompt": prompt,
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "num_prompt_tokens": len(output.prompt_token_ids),
-            "num_output_tokens": len(completion.token_ids),
-            "error": output.error,
-        }
-        print(json.dumps(told, ensure_ascii=False), flush=True)
-
-
-def _print_all(outputs: "list[RequestOutput]", headers: list[str]) -> None:
-    for number, (output, header) in enumerate(zip(outputs, headers, strict=True), start=1):
-        one_line = " ".join(header.split())
-        shown = one_line if len(one_line) <= _HEADER_CHARS else one_line[: _HEADER_CHARS - 3] + "..."
-        completion = output.outputs[0]
-        print(f"[{number}/{len(outputs)}] {shown}")
-        print(completion.text.strip("\n"))
-        print(f"({len(completion.token_ids)} tokens, {completion.finish_reason})\n", flush=True)

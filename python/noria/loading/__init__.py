@@ -9,15 +9,22 @@ if TYPE_CHECKING:
     from noria.models.config import ModelConfig
 
 
+_MAX_SHOWN = 100
+
+
 def is_gguf(path: Path) -> bool:
     """Whether a model path is a GGUF file; it is a Hugging Face directory otherwise.
 
     Raises:
         ModelError: neither.
     """
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise ModelError(f"{str(path)[:_MAX_SHOWN]}: {error.strerror}") from None
+    if is_folder:
         return False
-    if not path.exists():
+    if not is_there:
         raise ModelError(f"{path}: no such file or directory")
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{path}: a model is a Hugging Face directory or a .gguf file")

@@ -79,6 +79,7 @@ class GgufFile:
         version: 2 or 3.
         metadata: by key: `str`, `int`, `float`, `bool`, or a `list` of one of them.
         tensors: by name, in the file's order.
+        header_bytes: how long the header is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,6 +100,7 @@ class GgufFile:
         self.version = header.version
         self.metadata = header.metadata
         self.tensors = header.tensors
+        self.header_bytes = header.num_bytes
 
     def tensor_bytes(self, name: str) -> memoryview:
         """A tensor's bytes as they lie in the file: read-only, not copied.
@@ -161,6 +163,7 @@ class _Header:
                 raise self._error(f"metadata key {key!r} occurs twice")
             self.metadata[key] = self._value(self._scalar(_U32, f"the type of {key!r}"), key, 0)
         raw = [self._tensor() for _ in range(num_tensors)]
+        self.num_bytes = self._at
         self.tensors = self._placed(raw)
 
     def _error(self, text: str) -> ModelError:

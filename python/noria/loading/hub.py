@@ -6,6 +6,8 @@ The environment says where and how, as for every user of huggingface_hub: `HF_EN
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +16,10 @@ from noria.errors import ModelError
 _HUB_NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?", re.ASCII
 )
-_WANTED = (
+WEIGHTS = ("*.safetensors",)
+DESCRIPTION = (
     "config.json",
     "generation_config.json",
-    "*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -59,10 +61,20 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def local_model(text: str) -> Path:
-    """The folder or file of a model: a path that exists, or what a hub has by that name.
+    """The folder or file of a model: a path that exists, or what a hub has by that name, fetched.
 
     Raises:
         ModelError: it is neither a path nor a hub's name, or the hub does not give it.
+    """
+    found = path_or_name(text)
+    return found if isinstance(found, Path) else fetch_model(found)
+
+
+def path_or_name(text: str) -> Path | HubName:
+    """What a user means: a model's path that exists, or else its name on a hub.
+
+    Raises:
+        ModelError: it is neither.
     """
     try:
         path = Path(text).expanduser()
@@ -80,37 +92,50 @@ def local_model(text: str) -> Path:
         raise ModelError(
             f"model {text!r} does not exist; give a model's folder, a .gguf file, or a hub's owner/name"
         )
-    return fetch_model(name)
+    return name
 
 
-def fetch_model(name: HubName) -> Path:
+def fetch_model(name: HubName, patterns: Sequence[str] = (*DESCRIPTION, *WEIGHTS)) -> Path:
     """Downloads what is not yet in the cache.
+
+    Args:
+        name: of a folder or a file.
+        patterns: which of a folder's files.
 
     Raises:
         ModelError: the hub has no such model, or does not give it, or cannot be reached.
     """
-    from huggingface_hub import errors, hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    try:
+    with hub_errors(name):
         if name.file is not None:
             return Path(hf_hub_download(name.repo, name.file, revision=name.revision))
         folder = Path(
             snapshot_download(
                 name.repo,
                 revision=name.revision,
-                allow_patterns=list(_WANTED),
+                allow_patterns=list(patterns),
                 ignore_patterns=list(_UNWANTED),
             )
         )
-    # Its own errors are of the first two kinds; what the line says may be its HTTP library's, which changed.
-    except (OSError, ValueError, vars(errors)["HTTPError"]) as error:
-        raise ModelError(_reason(name, error)) from None
     if not (folder / "config.json").exists():
         raise ModelError(f"model {_shown(name)!r} on the hub has no config.json{_gguf_files(name)}")
     return folder
+
+
+@contextmanager
+def hub_errors(name: HubName) -> Iterator[None]:
+    """What a hub's library raises, as a `ModelError` of one sentence."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    # Its own errors are of the first two kinds; what the line says may be its HTTP library's, which changed.
+    except (OSError, ValueError, vars(errors)["HTTPError"]) as error:
+        raise ModelError(_reason(name, error)) from None
 
 
 def _shown(name: HubName) -> str:

@@ -24,8 +24,8 @@ _WHITESPACE = r"( |\n {0,32})?"
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
-_REFUSED_KEYWORDS = ("patternProperties",)
-"""Keywords whose support in the engine is partial: what they say would not always be obeyed."""
+_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of a schema whose value has schemas by names; a name may look like any keyword."""
 
 
 def grammar_of(rule: StructuredOutputsParams) -> str:
@@ -37,7 +37,7 @@ def grammar_of(rule: StructuredOutputsParams) -> str:
     matcher = llguidance.LLMatcher
     kind = rule.kind
     if rule.json is not None:
-        _check_keywords(rule.json)
+        _check_num_properties(rule.json)
         grammar = _json_grammar(rule.json, rule.disable_any_whitespace)
     elif rule.json_object:
         grammar = _json_grammar({"type": "object"}, rule.disable_any_whitespace)
@@ -74,22 +74,34 @@ def _lark_of(grammar: str) -> str:
         raise _error("grammar", grammar, str(error)) from error
 
 
-def _check_keywords(schema: object, at: str = "") -> None:
-    """Looks for keywords that are refused, where schemas may stand; iterative, as schemas may be deep."""
-    todo = [(schema, at)]
+def _check_num_properties(schema: object) -> None:
+    """Refuses a `minProperties` that the engine may fall short of; iterative, as schemas may be deep.
+
+    Keys beyond those in `properties` may come twice from the engine, and then count once.
+    """
+    todo: list[tuple[object, str, bool]] = [
+        (schema, "", False)
+    ]  # what, where, and whether its keys are names
     while todo:
-        part, at = todo.pop()
-        if isinstance(part, Mapping):
-            for keyword in _REFUSED_KEYWORDS:
-                if keyword in part and not at.endswith("/properties"):
-                    raise SamplingParamsError(
-                        f"structured_outputs.json has the keyword {keyword!r} at {at or 'its top'}, "
-                        "which is not supported",
-                        value=keyword,
-                    )
-            todo += [(value, f"{at}/{key}") for key, value in part.items() if key not in ("enum", "const")]
-        elif isinstance(part, list):
-            todo += [(value, f"{at}/{index}") for index, value in enumerate(part)]
+        part, at, has_names = todo.pop()
+        if isinstance(part, list):
+            todo += [(value, f"{at}/{index}", False) for index, value in enumerate(part)]
+        if not isinstance(part, Mapping):
+            continue
+        required, least = part.get("required"), part.get("minProperties")
+        num_required = len(required) if isinstance(required, list) else 0
+        if not has_names and isinstance(least, int) and least > max(1, num_required):
+            raise SamplingParamsError(
+                f"structured_outputs.json has the keyword 'minProperties' at {at or 'its top'}, which is "
+                f"supported up to the number of required properties, {num_required}; got {least}",
+                value=least,
+                limit=max(1, num_required),
+            )
+        todo += [
+            (value, f"{at}/{key}", not has_names and key in _NAMES)
+            for key, value in part.items()
+            if has_names or key not in ("enum", "const", "default", "examples")
+        ]
 
 
 def _error(kind: str, value: object, message: str) -> SamplingParamsError:

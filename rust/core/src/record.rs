@@ -1,6 +1,6 @@
 //! One record a step: what metrics, reports and an explanation of a slow request read.
 
-use alloc::collections::VecDeque;
+use alloc::vec::Vec;
 
 macro_rules! step_record {
     ($($(#[$doc:meta])* $field:ident,)*) => {
@@ -83,29 +83,39 @@ step_record! {
     num_held_blocks,
 }
 
-/// The last records, oldest first.
+/// The last records.
 #[derive(Debug)]
 pub(crate) struct RecordRing {
-    records: VecDeque<StepRecord>,
+    records: Vec<StepRecord>,
     capacity: usize,
+    /// The oldest, once there are `capacity`: the next takes its place.
+    oldest: usize,
 }
 
 impl RecordRing {
     pub(crate) fn new(capacity: usize) -> Self {
         Self {
-            records: VecDeque::with_capacity(capacity),
+            records: Vec::with_capacity(capacity),
             capacity,
+            oldest: 0,
         }
     }
 
     pub(crate) fn push(&mut self, record: &StepRecord) {
-        if self.records.len() == self.capacity {
-            self.records.pop_front();
+        if self.records.len() < self.capacity {
+            self.records.push(*record);
+            return;
         }
-        self.records.push_back(*record);
+        self.records[self.oldest] = *record;
+        self.oldest += 1;
+        if self.oldest == self.capacity {
+            self.oldest = 0;
+        }
     }
 
+    /// Oldest first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &StepRecord> {
-        self.records.iter()
+        let (newer, older) = self.records.split_at(self.oldest);
+        older.iter().chain(newer)
     }
 }

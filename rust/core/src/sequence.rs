@@ -132,6 +132,8 @@ pub(crate) struct Sequence {
     /// Below this many planned tokens its next row is a plain decode: one token, its source the seat, into a block that
     /// the runner was told, and not beyond its limit. So one comparison decides most rows.
     pub(crate) plain_until: u32,
+    /// Its seat, while `plain_until` is above 0.
+    plain_seat: Seat,
     /// Below this many tokens one more of its rows' tokens, unless it is a stop id, is only appended: it fills no block
     /// and is not the last, and its row is of this residency and has no drafts. So one comparison decides most commits.
     pub(crate) quiet_until: u32,
@@ -196,6 +198,7 @@ impl Sequence {
             num_sent: 0,
             has_sampled: false,
             plain_until: 0,
+            plain_seat: Seat(0),
             quiet_until: 0,
             decoded_in: 0,
             was_admitted: false,
@@ -280,10 +283,7 @@ impl Sequence {
 
     /// Its seat, if its next row is a plain decode.
     pub(crate) fn seat_if_plain(&self) -> Option<Seat> {
-        match self.state {
-            State::Running(seat) if self.num_planned < self.plain_until => Some(seat),
-            _ => None,
-        }
+        (self.num_planned < self.plain_until).then_some(self.plain_seat)
     }
 
     /// Gives it a row of plan `serial`: a plain decode's, unless it is amended.
@@ -317,17 +317,23 @@ impl Sequence {
 
     /// A row has been written, and the runner told the whole table.
     pub(crate) fn settle_plain(&mut self, block_size: u32) {
+        self.plain_until = 0;
+        if let Some(seat) = self.seat_of_plain() {
+            self.plain_seat = seat;
+            self.plain_until = (self.num_sent * block_size).min(self.most_tokens());
+        }
+    }
+
+    /// Its seat, if its next row is a plain decode as soon as the runner knows the block that it goes on in.
+    pub(crate) fn seat_of_plain(&self) -> Option<Seat> {
         let is_plain = self.has_sampled
-            && self.is_running()
             && !self.host_masked
             && self.num_draft_rows_in_flight == 0
             && self.num_padding_owed == 0;
-        self.plain_until = if is_plain {
-            // The last output token is never computed.
-            (self.num_sent * block_size).min(self.num_prompt + self.max_output - 1)
-        } else {
-            0
-        };
+        match self.state {
+            State::Running(seat) if is_plain => Some(seat),
+            _ => None,
+        }
     }
 
     /// Whether `id`, the next of its tokens, is only appended.

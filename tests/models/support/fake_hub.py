@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ class FakeHub:
         token: what a private repository asks for.
         private: names of those.
         requests: method, path and token of each request.
+        num_bytes_sent: in bodies, by repository.
     """
 
     url: str
@@ -29,10 +32,12 @@ class FakeHub:
     token: str = "hf_secret"
     private: set[str] = field(default_factory=set)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    num_bytes_sent: Counter[str] = field(default_factory=Counter)
 
 
 class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
+    name: str
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: object) -> None: ...
@@ -49,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, path, token))
         parts = path.strip("/").split("/")
         is_api = parts[:2] == ["api", "models"]
-        name = "/".join(parts[2:4] if is_api else parts[:2])
+        self.name = name = "/".join(parts[2:4] if is_api else parts[:2])
         rest = parts[4:] if is_api else parts[2:]
         revisions = self.hub.repos.get(name)
         if revisions is None or (name in self.hub.private and token != self.hub.token):
@@ -76,7 +81,12 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             data = files["/".join(rest[2:])]
             headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
-            self._send(200, data, with_body, headers)
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+            if asked:
+                first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+                headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+                data = data[first : last + 1]
+            self._send(206 if asked else 200, data, with_body, headers)
 
     def _send(self, status: int, data: bytes, with_body: bool, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -85,6 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if with_body:
+            self.hub.num_bytes_sent[self.name] += len(data)
             self.wfile.write(data)
 
 

@@ -86,10 +86,13 @@ impl Scheduler {
                 oldest: taken.id,
             })
         };
-        if let Err(error) = outcome {
-            self.steps.push_front(taken);
-            return Err(error);
-        }
+        let mut num_single = match outcome {
+            Ok(num_single) => num_single,
+            Err(error) => {
+                self.steps.push_front(taken);
+                return Err(error);
+            }
+        };
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
         if self.is_fair() {
@@ -100,7 +103,11 @@ impl Scheduler {
         let (mut rest, mut tally) = (ids, Tally::default());
         let (mut rows, mut num_ids) = (taken.rows.as_slice(), num_ids);
         loop {
-            let num_appended = self.append_ids(rows, num_ids, rest);
+            if num_single == 0 {
+                num_single = count_single(num_ids);
+            }
+            let num_appended = self.append_ids(&rows[..num_single], rest);
+            num_single = num_single.saturating_sub(num_appended + 1);
             tally.used += num_appended as u32;
             rest = &rest[num_appended..];
             let ([row, rows_behind @ ..], [count, counts_behind @ ..]) =
@@ -123,38 +130,35 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Whether the ids are as the step's rows allow.
+    /// Checks that the ids are as the step's rows allow; how many of the first rows surely got one each.
     fn matches(
         &self,
         step: &StepInFlight,
         num_ids: &[i32],
         ids: &[i32],
-    ) -> Result<(), CommitError> {
+    ) -> Result<usize, CommitError> {
         if num_ids.len() != step.rows.len() {
             return Err(CommitError::NumRows {
                 given: num_ids.len(),
                 expected: step.rows.len(),
             });
         }
-        // Where each row samples, one id each is always right; without an early exit that is a vector loop.
-        let are_one_each = step.record.num_sample_rows == step.rows.len() as i64
-            && num_ids
-                .iter()
-                .fold(0, |others, &given| others | (given ^ 1))
-                == 0;
+        // Where each row samples, one id each is always right.
+        if step.record.num_sample_rows == step.rows.len() as i64
+            && num_ids.len() == ids.len()
+            && self.are_one_each(num_ids, ids)
+        {
+            return Ok(num_ids.len());
+        }
         let exceeds = |(&given, row): (&i32, &RowInFlight)| given as u32 > row.max_ids.into();
-        if !are_one_each && let Some(row) = num_ids.iter().zip(&step.rows).position(exceeds) {
+        if let Some(row) = num_ids.iter().zip(&step.rows).position(exceeds) {
             return Err(CommitError::NumIds {
                 row,
                 given: num_ids[row],
                 limit: step.rows[row].max_ids.into(),
             });
         }
-        let total = if are_one_each {
-            num_ids.len()
-        } else {
-            num_ids.iter().sum::<i32>() as usize
-        };
+        let total = num_ids.iter().sum::<i32>() as usize;
         if total != ids.len() {
             return Err(CommitError::Total {
                 given: ids.len(),
@@ -167,19 +171,28 @@ impl Scheduler {
                 vocab_size: self.config.vocab_size,
             });
         }
-        Ok(())
+        Ok(0)
     }
 
-    /// Appends ids to the rows' sequences, up to the first row for which that is not all there is to do; returns how
-    /// many. Most rows of most steps are committed here.
+    /// Whether each count is 1 and each id is in the vocabulary; without an early exit that is a vector loop.
+    fn are_one_each(&self, num_ids: &[i32], ids: &[i32]) -> bool {
+        let last = self.config.vocab_size as i32 - 1;
+        let (others, signs) =
+            num_ids
+                .iter()
+                .zip(ids)
+                .fold((0, 0), |(others, signs), (&given, &id)| {
+                    (others | (given ^ 1), signs | id | last.wrapping_sub(id))
+                });
+        others == 0 && signs >= 0
+    }
+
+    /// Appends an id each to the rows' sequences, up to the first row for which that is not all there is to do; returns
+    /// how many. Most rows of most steps are committed here.
     #[inline(never)] // its registers are wanted by its loop
-    fn append_ids(&mut self, rows: &[RowInFlight], num_ids: &[i32], ids: &[i32]) -> usize {
+    fn append_ids(&mut self, rows: &[RowInFlight], ids: &[i32]) -> usize {
         let mut num_appended = 0;
-        let given = num_ids.iter().zip(ids).zip(self.events.room());
-        for (row, ((&count, &id), event)) in rows.iter().zip(given) {
-            if count != 1 {
-                break;
-            }
+        for (row, (&id, event)) in rows.iter().zip(ids.iter().zip(self.events.room())) {
             let Some(sequence) = self.arena.get_mut(row.handle) else {
                 break;
             };
@@ -301,6 +314,11 @@ impl Scheduler {
             sequence.num_registered += 1;
         }
     }
+}
+
+/// How many of the first rows got one id.
+fn count_single(num_ids: &[i32]) -> usize {
+    num_ids.iter().take_while(|&&given| given == 1).count()
 }
 
 /// What a commit's rows did.

@@ -19,9 +19,11 @@ pub(crate) struct Pass {
     pub(crate) rows: Vec<RowInFlight>,
     /// Whether one of those is withdrawn.
     pub(crate) has_withdrawn: bool,
-    /// Rows of decodes that are not plain.
+    /// Rows of decodes that are not plain, but for those of `grown`.
     pub(crate) special_rows: Vec<usize>,
-    /// The longest context of a plain row.
+    /// Whose row would be plain if the runner knew the block that it goes on in.
+    pub(crate) grown: Vec<Slot>,
+    /// The longest context of a plain row, or of those of `grown`.
     pub(crate) max_context: u32,
     /// Residents with prompt tokens to go, in key order.
     pub(crate) prefills: Vec<Slot>,
@@ -72,6 +74,7 @@ impl Pass {
             rows: Vec::with_capacity(layout.max_rows),
             has_withdrawn: false,
             special_rows: Vec::with_capacity(seats),
+            grown: Vec::with_capacity(seats),
             max_context: 0,
             prefills: Vec::with_capacity(seats),
             prefill_rows: Vec::with_capacity(seats),
@@ -106,6 +109,7 @@ impl Pass {
         self.serial += 1;
         self.has_withdrawn = false;
         self.special_rows.clear();
+        self.grown.clear();
         self.max_context = 0;
         self.prefills.clear();
         self.prefill_rows.clear();

@@ -105,8 +105,17 @@ impl Scheduler {
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
-                self.pass.special_rows.push(num_rows);
-                rows[num_rows] = self.arena[slot].decode(handle, serial);
+                let sequence = &mut self.arena[slot];
+                let row = sequence.decode(handle, serial);
+                if let Some(seat) = sequence.seat_of_plain() {
+                    row_seat[num_rows] = seat.0 as i32;
+                    row_start[num_rows] = row.end as i32 - 1;
+                    self.pass.max_context = self.pass.max_context.max(row.end);
+                    self.pass.grown.push(slot);
+                } else {
+                    self.pass.special_rows.push(num_rows);
+                }
+                rows[num_rows] = row;
                 num_rows += 1;
             }
         }

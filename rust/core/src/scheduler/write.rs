@@ -70,13 +70,15 @@ impl<'a> Writer<'a> {
 
     /// Begins with `num` rows of plain decodes, whose seats and starts have been written.
     fn plain_rows(&mut self, num: usize) {
-        self.to.row_count[..num].fill(1);
-        self.to.row_flags[..num].fill(flags::SAMPLES);
+        // Whole vectors, where there is room behind the last row; what follows writes over it.
+        let num_filled = num.next_multiple_of(8).min(self.to.row_count.len());
+        self.to.row_count[..num_filled].fill(1);
+        self.to.row_flags[..num_filled].fill(flags::SAMPLES);
         // In pieces: a long fill is one `rep stos`, which is slow to start, and which callgrind counts by the byte.
-        for ids in self.to.row_ids[..num].chunks_mut(256) {
+        for ids in self.to.row_ids[..num_filled].chunks_mut(256) {
             ids.fill(0);
         }
-        for (place, end) in self.to.cu_seqlens_q[..=num].iter_mut().zip(0..) {
+        for (place, end) in self.to.cu_seqlens_q[..=num_filled].iter_mut().zip(0..) {
             *place = end;
         }
         self.num_rows = num;
@@ -127,6 +129,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Tells the runner the blocks of a sequence that it does not know yet: `table` is all that `seat` holds.
+    #[inline] // for the loop over those that grew
     fn send_table(
         &mut self,
         sequence: &mut Sequence,
@@ -195,7 +198,8 @@ impl Scheduler {
         let mut step = self.steps.take_spare();
         step.id = id;
         step.group = self.quarantine.active();
-        step.record = core::mem::take(&mut self.tally);
+        step.record = self.tally;
+        self.tally = StepRecord::default();
         core::mem::swap(&mut step.filled, &mut self.pass.filled);
         core::mem::swap(&mut step.rows, &mut self.pass.rows);
 
@@ -295,6 +299,11 @@ impl Scheduler {
             }
         } else {
             writer.max_context = self.pass.max_context;
+            for &slot in &self.pass.grown {
+                let sequence = &mut self.arena[slot];
+                let seat = sequence.seat().expect("a row has a seat");
+                writer.send_table(sequence, seat, self.kv.table(seat), self.config.block_size);
+            }
             for i in 0..self.pass.special_rows.len() {
                 self.amend_row(writer, step, drafts, self.pass.special_rows[i]);
             }
