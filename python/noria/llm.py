@@ -183,52 +183,9 @@ class LLM:
         Raises:
             RejectedError: a prompt is bad; the text says which.
         """
-        if on_error not in ("raise", "return"):
-            raise ConfigError(
-                f"on_error is {on_error!r}; it must be raise or return", name="on_error", value=on_error
-            )
-        if self._generating_thread is not None:
-            is_own = self._generating_thread == threading.get_ident()
-            raise NoriaError(
-                "generate is already running; it cannot be called from on_events"
-                if is_own
-                else "generate is already running in another thread; one LLM answers one call at a time"
-            )
-        given = split_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params
-        params = _spread_params(sampling_params, len(given))
-        if priority is not None and len(priority) != len(given):
-            raise RejectedError(
-                f"{len(priority)} priorities were given for {len(given)} prompts",
-                value=len(priority),
-                limit=len(given),
-            )
-        told = spread_hints(hints, len(given))
-        self._generating_thread = threading.get_ident()
-        try:
-            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
-            submitted = [
-                request
-                for requests in prompts_submitted
-                if isinstance(requests, list)
-                for request in requests
-            ]
-            collector = self._run(submitted, use_tqdm, on_events)
-            started_ns = time.perf_counter_ns()
-            finished = iter(collector.finished())
-            outputs = [
-                refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
-                if isinstance(requests, _Refused)
-                else self._assembly.writer.output(
-                    [self._assembly.answer(request, next(finished)) for request in requests], collector.scores
-                )
-                for requests in prompts_submitted
-            ]
-            self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
-            return outputs
-        finally:
-            self._generating_thread = None
+        return self._answer(
+            split_prompts(prompts), sampling_params, priority, hints, use_tqdm, on_events, on_error
+        )
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -267,7 +224,8 @@ class LLM:
             messages: one conversation or a list of them: the turns so far, oldest first, each with `role` and
                 `content` (a text, or a list of text parts).
             sampling_params: as for `generate`.
-            tools: JSON schemas of tools, if the template knows tools.
+            tools: JSON schemas of tools, if the template knows tools. The answers' `tool_calls` are then
+                read out of their texts.
             add_generation_prompt: ends the prompts with what opens the assistant's turn.
             chat_template_kwargs: what else the template reads, by name.
             use_tqdm: as for `generate`.
@@ -280,10 +238,10 @@ class LLM:
             TokenizerError: the model has no chat template, or a bad one.
         """
         conversations = split_conversations(messages)
-        prompts: list[PromptInput] = []
+        prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations):
             try:
-                prompt, token_ids = chat_prompt(
+                prompt, _ = chat_prompt(
                     self.tokenizer,
                     conversation,
                     tools=tools,
@@ -293,8 +251,8 @@ class LLM:
             except RejectedError as error:
                 message = f"prompt {index}: {error}"
                 raise RejectedError(message, value=error.value, limit=error.limit) from error
-            prompts.append({"prompt": prompt.text, "prompt_token_ids": token_ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+            prompts.append(prompt)
+        return self._answer(prompts, sampling_params, None, None, use_tqdm, None, "raise")
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -329,6 +287,63 @@ class LLM:
         self.close()
 
     # ---- in
+
+    def _answer(
+        self,
+        given: Sequence[object],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        hints: SchedulingHints | Sequence[SchedulingHints] | None,
+        use_tqdm: bool,
+        on_events: OnEvents | None,
+        on_error: str,
+    ) -> list[RequestOutput]:
+        """`generate`, of prompts in a list."""
+        if on_error not in ("raise", "return"):
+            raise ConfigError(
+                f"on_error is {on_error!r}; it must be raise or return", name="on_error", value=on_error
+            )
+        if self._generating_thread is not None:
+            is_own = self._generating_thread == threading.get_ident()
+            raise NoriaError(
+                "generate is already running; it cannot be called from on_events"
+                if is_own
+                else "generate is already running in another thread; one LLM answers one call at a time"
+            )
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
+        params = _spread_params(sampling_params, len(given))
+        if priority is not None and len(priority) != len(given):
+            raise RejectedError(
+                f"{len(priority)} priorities were given for {len(given)} prompts",
+                value=len(priority),
+                limit=len(given),
+            )
+        told = spread_hints(hints, len(given))
+        self._generating_thread = threading.get_ident()
+        try:
+            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
+            submitted = [
+                request
+                for requests in prompts_submitted
+                if isinstance(requests, list)
+                for request in requests
+            ]
+            collector = self._run(submitted, use_tqdm, on_events)
+            started_ns = time.perf_counter_ns()
+            finished = iter(collector.finished())
+            outputs = [
+                refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
+                if isinstance(requests, _Refused)
+                else self._assembly.writer.output(
+                    [self._assembly.answer(request, next(finished)) for request in requests], collector.scores
+                )
+                for requests in prompts_submitted
+            ]
+            self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
+            return outputs
+        finally:
+            self._generating_thread = None
 
     def _submit_all(
         self,
