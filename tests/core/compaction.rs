@@ -245,3 +245,22 @@ fn contiguous_runs_that_do_not_all_fit_a_smaller_pool_stay_until_one_leaves() {
         assert!(world.seen().preemptions > 0);
     }
 }
+
+#[test]
+fn a_group_in_quarantine_is_not_locked_out_by_where_others_lie() {
+    for max_moves in [0, 64] {
+        let mut world = riddled(max_moves);
+        // Nobody who runs can leave a longer run free; the new one fails, and runs alone from then on.
+        let handle = world.submit(&Ask {
+            breaks_at: Some(10),
+            ..Ask::sized(8, 9, 12)
+        });
+        for _ in 0..40 {
+            world.turn();
+        }
+        assert!(!world.account(handle).is_live(), "max_moves {max_moves}");
+        let next = world.submit(&Ask::sized(9, 9, 30));
+        world.drain();
+        assert_eq!(world.account(next).end, Some((FinishReason::Length, 30)));
+    }
+}
