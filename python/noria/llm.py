@@ -32,6 +32,7 @@ from noria.prompts import (
 )
 from noria.requests import Submitted
 from noria.sampling.params import SamplingParams
+from noria.scoring import ScoreOutput, score_output, scored_tokens, spread_continuations
 from noria.stats import EngineStats
 from noria.text.answer import AnswerText
 from noria.text.tokenizer import Tokenizer
@@ -253,6 +254,46 @@ class LLM:
                 raise RejectedError(message, value=error.value, limit=error.limit) from error
             prompts.append(prompt)
         return self._answer(prompts, sampling_params, None, None, use_tqdm, None, "raise")
+
+    def score(
+        self,
+        prompts: Sequence[PromptInput],
+        continuations: Sequence[PromptInput] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """How likely the model finds continuations of prompts, or texts by themselves.
+
+        A choice among answers is `llm.score([question] * 4, answers)`, and the largest `logprob`, or the
+        largest a token. Each pair is a request of one step's time; prompts may have one token less than
+        `max_model_len`.
+
+        Args:
+            prompts: texts or token ids.
+            continuations: one for each prompt, of the same kind; None: the prompts themselves are scored,
+                but for their first tokens.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            One `ScoreOutput` a prompt, in their order.
+
+        Raises:
+            RejectedError: a prompt is bad; the text says which.
+        """
+        given = split_prompts(prompts)
+        scored = []
+        for index, (prompt, more) in enumerate(
+            zip(given, spread_continuations(continuations, len(given)), strict=True)
+        ):
+            try:
+                scored.append(scored_tokens(prompt, more, self.tokenizer))
+            except RejectedError as error:
+                message = f"prompt {index}: {error}"
+                raise type(error)(message, value=error.value, limit=error.limit) from error
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        ids = [one.token_ids for one in scored]
+        outputs = self._answer(ids, params, None, None, use_tqdm, None, "raise")
+        return [score_output(one, output) for one, output in zip(scored, outputs, strict=True)]
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""

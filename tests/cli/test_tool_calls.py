@@ -1,4 +1,4 @@
-"""Tool calls through `LLM.chat`, `AsyncEngine.chat` and `noria batch`; a grammar makes the model write them."""
+"""Tool calls by `LLM.chat`, `AsyncEngine.chat` and `noria batch`; a grammar makes the model write them."""
 
 import asyncio
 import json
