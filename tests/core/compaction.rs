@@ -264,3 +264,15 @@ fn a_group_in_quarantine_is_not_locked_out_by_where_others_lie() {
         assert_eq!(world.account(next).end, Some((FinishReason::Length, 30)));
     }
 }
+
+#[test]
+fn forced_moves_take_held_blocks_that_cannot_be_found() {
+    let mut world = World::new(&Config {
+        forced_moves: 2,
+        enable_prefix_caching: false,
+        ..config()
+    });
+    world.submit(&Ask::sized(2, 3, 8));
+    world.drain();
+    assert!(world.seen().moves >= 8, "{:?}", world.seen());
+}
