@@ -8,10 +8,14 @@ use crate::ids::{BlockId, Seat, Slot};
 
 impl Scheduler {
     /// Gives back blocks of `slot` that a row from position `start` on does not see.
+    #[inline]
     pub(super) fn release_behind(&mut self, slot: Slot, seat: Seat, start: u32) {
-        if self.config.window == 0 {
-            return;
+        if self.config.window > 0 {
+            self.release_unseen(slot, seat, start);
         }
+    }
+
+    fn release_unseen(&mut self, slot: Slot, seat: Seat, start: u32) {
         let sequence = &self.arena[slot];
         // Behind drafts that are rejected the next row starts sooner.
         let start = match sequence.num_draft_rows_in_flight {
