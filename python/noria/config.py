@@ -50,8 +50,8 @@ class EngineConfig:
             contiguous, to bring free blocks together; 0: none is ever moved.
         contiguous: whether each request's KV is one run of blocks, reserved for its longest when it enters;
             not together with the prefix cache.
-        num_swap_blocks: KV blocks of the host's memory beside the KV cache: a preempted request's KV is copied
-            there, and back when it resumes; where there is no room its tokens are computed again. 0: none.
+        num_swap_blocks: KV blocks of the host's memory beside the KV cache: a preempted request's KV is
+            copied there, and back when it resumes; where there is no room its tokens are computed again.
         scheduling_policy: who is next. `fcfs`: first come; `priority`: requests of lower `priority` first;
             `sjf`: the shortest remaining output, hinted or learned; `deadline`: the earliest due token;
             `fair`: the tenant that was served least; `prefix`: the most tokens in the prefix cache. All
@@ -163,15 +163,15 @@ class EngineConfig:
         _require_int("num_swap_blocks", self.num_swap_blocks, 0, 2**30)
         if self.num_swap_blocks and (self.contiguous or self.batching != "continuous"):
             raise ConfigError(
-                f"num_swap_blocks is {self.num_swap_blocks}; it must be 0 where sequences are contiguous or batches "
-                "are static",
+                f"num_swap_blocks is {self.num_swap_blocks}; it must be 0 where sequences are contiguous or "
+                "batches are static",
                 name="num_swap_blocks",
                 value=self.num_swap_blocks,
             )
         if self.contiguous and self.enable_prefix_caching:
             raise ConfigError(
-                "contiguous is True, and so is enable_prefix_caching; blocks of a run are not shared, so one of "
-                "them must be False",
+                "contiguous is True, and so is enable_prefix_caching; blocks of a run are not shared, so one "
+                "of them must be False",
                 name="contiguous",
                 value=True,
             )

@@ -223,3 +223,56 @@ fn only_what_is_filled_is_copied_when_a_run_slides() {
     assert!((3..=5).contains(&num_moves), "{num_moves}");
     world.drain();
 }
+
+#[test]
+fn contiguous_runs_that_do_not_all_fit_a_smaller_pool_stay_until_one_leaves() {
+    for depth in 1..=3 {
+        let mut world = World::new(&Config {
+            num_blocks: 12,
+            depth,
+            contiguous: true,
+            enable_prefix_caching: false,
+            ..config()
+        });
+        let handles = [1, 2, 3].map(|seed| world.submit(&Ask::sized(seed, 4, 5))); // four blocks each
+        world.turn();
+        world.plan();
+        world.resize(5).expect("each of them fits");
+        world.drain();
+        for handle in handles {
+            assert_eq!(world.account(handle).end, Some((FinishReason::Length, 5)));
+        }
+        assert!(world.seen().preemptions > 0);
+    }
+}
+
+#[test]
+fn a_group_in_quarantine_is_not_locked_out_by_where_others_lie() {
+    for max_moves in [0, 64] {
+        let mut world = riddled(max_moves);
+        // Nobody who runs can leave a longer run free; the new one fails, and runs alone from then on.
+        let handle = world.submit(&Ask {
+            breaks_at: Some(10),
+            ..Ask::sized(8, 9, 12)
+        });
+        for _ in 0..40 {
+            world.turn();
+        }
+        assert!(!world.account(handle).is_live(), "max_moves {max_moves}");
+        let next = world.submit(&Ask::sized(9, 9, 30));
+        world.drain();
+        assert_eq!(world.account(next).end, Some((FinishReason::Length, 30)));
+    }
+}
+
+#[test]
+fn forced_moves_take_held_blocks_that_cannot_be_found() {
+    let mut world = World::new(&Config {
+        forced_moves: 2,
+        enable_prefix_caching: false,
+        ..config()
+    });
+    world.submit(&Ask::sized(2, 3, 8));
+    world.drain();
+    assert!(world.seen().moves >= 8, "{:?}", world.seen());
+}

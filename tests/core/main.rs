@@ -15,6 +15,7 @@ mod refusals;
 mod scenarios;
 mod static_batches;
 mod support;
+mod swaps;
 mod traffic;
 mod victims;
 mod windows;

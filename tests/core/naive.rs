@@ -314,7 +314,7 @@ impl Naive {
         let is_seen = |column: u32| (column + 1) * block_size + self.config.window > start + 1;
         match self.config.window {
             0 => 0,
-            _ => (0..).take_while(|&column| !is_seen(column)).count() as u32,
+            _ => (0..start).take_while(|&column| !is_seen(column)).count() as u32,
         }
     }
 
@@ -439,10 +439,11 @@ impl Naive {
         {
             let column = self.sequence(handle).offered;
             let content = self.content(handle, column);
-            if self.find(&content).is_none() {
-                if let Some(at) = self.sequence(handle).table[column as usize] {
-                    self.blocks[at].content = Some(content);
-                }
+            let at = self.sequence(handle).table[column as usize];
+            if self.find(&content).is_none()
+                && let Some(at) = at
+            {
+                self.blocks[at].content = Some(content);
             }
             self.sequence_mut(handle).offered += 1;
         }
@@ -557,15 +558,15 @@ impl Naive {
             let samples = sequence.has_sampled;
             depart(sequence, (handle, start, count, samples));
         }
-        if !step.is_empty() {
-            self.steps.push(step);
-            self.next_step += 1;
-        } else {
+        if step.is_empty() {
             // What came to nothing copies nothing.
             let next_step = self.next_step;
             for sequence in self.sequences.values_mut() {
                 sequence.swapped = sequence.swapped.filter(|swapped| swapped.2 < next_step);
             }
+        } else {
+            self.steps.push(step);
+            self.next_step += 1;
         }
         (rows, core::mem::take(&mut self.plan.told))
     }

@@ -1,6 +1,6 @@
 //! The static baselines are honest: what a gang reserves, when it enters, what padding and ghosts cost.
 
-use noria_core::{Admission, Config, FinishReason, flags};
+use noria_core::{Admission, Config, FinishReason, KeyPolicy, flags};
 
 use crate::support::{Ask, StepView, World};
 
@@ -277,4 +277,27 @@ fn part_of_a_failed_gang_that_enters_first_does_not_lock_out_the_rest() {
             );
         }
     }
+}
+
+#[test]
+fn a_gang_of_several_tenants_is_padded_to_its_own_longest_prompt() {
+    let mut world = World::new(&Config {
+        num_blocks: 18,
+        block_size: 2,
+        max_num_batched_tokens: 3,
+        max_num_seqs: 2,
+        max_model_len: 19,
+        key: KeyPolicy::Fair,
+        ..config(Admission::StaticPadded)
+    });
+    // Who enters first is charged, so that the line behind it changes.
+    world.submit(&Ask::sized(1, 1, 8).tenant(1));
+    world.submit(&Ask::sized(2, 12, 1).tenant(1));
+    world.submit(&Ask::sized(3, 3, 2).tenant(0));
+    for seed in 4..10 {
+        world.submit(&Ask::sized(seed, 1, 1).tenant(0));
+    }
+    world.submit(&Ask::sized(10, 5, 2).tenant(2));
+    world.drain();
+    assert!(world.num_steps < 80, "{}", world.num_steps);
 }

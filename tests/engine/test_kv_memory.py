@@ -181,9 +181,7 @@ def test_contiguous_sequences_that_slide_change_no_token(
 def test_contiguous_sequences_of_a_cache_that_is_resized_change_no_token(
     tiny_model: Model, alone: list[Answer]
 ) -> None:
-    config = tiny_config(
-        num_kv_blocks=60, contiguous=True, enable_prefix_caching=False, watermark=0.0
-    )
+    config = tiny_config(num_kv_blocks=60, contiguous=True, enable_prefix_caching=False, watermark=0.0)
     bench = TorchBench(tiny_model, config)
     sizes = {3: 14, 14: 40}
 

@@ -1,4 +1,4 @@
-"""Preemption by swap changes no token, and computes none again; where there is no room it falls back, and says so."""
+"""Preemption by swap changes no token, and computes none again; without room it falls back, and says so."""
 
 from collections.abc import Callable
 

@@ -48,7 +48,7 @@ class Poisoner(Watched):
 
     def forward(self, view: StepView) -> None:
         executor = self.inner
-        kv = executor._kv  # noqa: SLF001
+        kv = executor._kv
         unused = np.setdiff1d(np.arange(1, kv.num_blocks + 1), executor.expander.block_tables)
         kv.memory[:, :, unused] = torch.nan
         self.num_poisoned += len(unused)

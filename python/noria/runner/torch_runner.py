@@ -82,7 +82,7 @@ class TorchExecutor:
                     [init.context for init in inits],
                 )
                 self._prompt_scorer.set_seats(view.gained_seats, inits)
-            # In this order: a block that is copied to the host may be copied back to, and moved, in the same step.
+            # In this order: a block copied to the host may be given to another, and moved, in the same step.
             for pairs, copy in (
                 (view.swap_out, self._kv.swap_out),
                 (view.swap_in, self._kv.swap_in),

@@ -152,6 +152,7 @@ impl Config {
     }
 
     /// Of each number: its name, itself, the least and the most it may be, and these in words.
+    #[allow(clippy::too_many_lines, reason = "a table")]
     fn ranges(&self) -> [(&'static str, u32, u32, u32, &'static str); NUM_RANGES] {
         [
             (

@@ -45,12 +45,17 @@ impl HostPool {
         self.num_blocks - self.num_taken + self.given_back.len() as u32
     }
 
-    pub(crate) fn allocate(&mut self) -> Option<u32> {
-        self.given_back.pop().or_else(|| {
-            let block = self.num_taken;
-            self.num_taken += u32::from(block < self.num_blocks);
-            (block < self.num_blocks).then_some(block)
-        })
+    /// One of the free blocks.
+    pub(crate) fn allocate(&mut self) -> u32 {
+        if let Some(block) = self.given_back.pop() {
+            return block;
+        }
+        assert!(
+            self.num_taken < self.num_blocks,
+            "free host blocks are counted first"
+        );
+        self.num_taken += 1;
+        self.num_taken - 1
     }
 
     pub(crate) fn release(&mut self, swapped: Swapped) {

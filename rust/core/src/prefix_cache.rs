@@ -100,6 +100,10 @@ impl PrefixCache {
         hash as usize & (self.buckets.len() - 1)
     }
 
+    pub(crate) fn block_size(&self) -> u32 {
+        self.block_size as u32
+    }
+
     /// What `block` contains, if it is registered.
     pub fn tokens(&self, block: BlockId) -> &[i32] {
         &self.tokens[block.index() * self.block_size..][..self.block_size]

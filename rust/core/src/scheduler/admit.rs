@@ -1,6 +1,7 @@
 //! The walk over prefills: residents go on, and newcomers enter, in the order of (band, resident first, key).
 
 use alloc::collections::BTreeSet;
+use alloc::vec::Vec;
 
 use super::Scheduler;
 use super::forecast::Outlook;
@@ -9,9 +10,11 @@ use super::victim::Need;
 use crate::cost::Size;
 use crate::event::EventKind;
 use crate::ids::{BlockId, Seat, Slot};
+use crate::kv::Kv;
 use crate::policy::{Admission, KeyPolicy, share};
+use crate::prefix_cache::ChainHasher;
 use crate::queue::Turn;
-use crate::sequence::State;
+use crate::sequence::{Sequence, State};
 
 /// What came of a try to admit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -344,24 +347,11 @@ impl Scheduler {
             return;
         }
         sequence.hash_blocks(end - 1, block_size, &self.hasher);
-        for column in self.arena[slot].num_registered..end {
-            self.register_known(slot, seat, column);
+        for column in sequence.num_registered..end {
+            let filled = &mut self.pass.filled;
+            register_known(&mut self.kv, filled, &self.hasher, sequence, seat, column);
         }
-        self.arena[slot].num_registered = end;
-    }
-
-    /// Makes full block `column`, which this plan fills with known tokens, findable.
-    pub(super) fn register_known(&mut self, slot: Slot, seat: Seat, column: u32) {
-        let block_size = self.config.block_size;
-        let sequence = &mut self.arena[slot];
-        let hash = sequence.block_hash(column, block_size, &self.hasher);
-        let tokens = sequence.block_tokens(column, block_size);
-        if let Some(block) = self.kv.register(seat, column, hash, tokens) {
-            self.pass.filled.push(block);
-            if self.kv.events.are_kept() {
-                self.kv.tell_stored(block, sequence.parent_hash(column));
-            }
-        }
+        sequence.num_registered = end;
     }
 
     /// The padded baseline: a prompt that is through is followed by padding up to the gang's longest.
@@ -600,6 +590,8 @@ impl Scheduler {
             return;
         }
         let (mut longest_prompt, mut longest_output, mut num_rows) = (0, 0, 0);
+        // Listed first: under the fair policy each that is charged moves those behind it.
+        let mut gang = Vec::with_capacity(self.config.max_num_seqs as usize);
         let mut cursor = None;
         let mut adapters = BTreeSet::new();
         while num_rows < self.config.max_num_seqs {
@@ -627,13 +619,11 @@ impl Scheduler {
             (longest_prompt, longest_output) = (prompt, output);
             num_rows += 1;
             cursor = Some(at);
+            gang.push(at);
         }
         let is_padded = self.config.admission == Admission::StaticPadded;
         let num_blocks = self.gang_blocks(longest_prompt, longest_output);
-        let mut cursor = None;
-        for _ in 0..num_rows {
-            let at = self.next_candidate(cursor).expect("the gang was counted");
-            cursor = Some(at);
+        for at in gang {
             self.seat_newcomer(&at, 0);
             let sequence = &mut self.arena[at.slot];
             if is_padded {
@@ -653,5 +643,27 @@ impl Scheduler {
         self.config
             .blocks_for(num_tokens)
             .min(self.config.max_blocks_per_seq())
+    }
+}
+
+/// Makes full block `column`, which a plan fills with known tokens, findable, and notes it in `filled`.
+#[inline(always)] // in the loop over a chunk's blocks
+#[allow(clippy::inline_always, reason = "it is counted in instructions")]
+pub(super) fn register_known(
+    kv: &mut Kv,
+    filled: &mut Vec<BlockId>,
+    hasher: &ChainHasher,
+    sequence: &mut Sequence,
+    seat: Seat,
+    column: u32,
+) {
+    let block_size = kv.cache.block_size();
+    let hash = sequence.block_hash(column, block_size, hasher);
+    let tokens = sequence.block_tokens(column, block_size);
+    if let Some(block) = kv.register(seat, column, hash, tokens) {
+        filled.push(block);
+        if kv.events.are_kept() {
+            kv.tell_stored(block, sequence.parent_hash(column));
+        }
     }
 }

@@ -231,12 +231,31 @@ impl Scheduler {
     /// Whether `num_blocks` free blocks lie in a row; if not, but there are as many, this plan's moves make it so, or the
     /// next ones'.
     pub(super) fn finds_run(&mut self, num_blocks: u32) -> bool {
-        let has_run = self.kv.pool.has_run(num_blocks);
-        if !has_run {
-            self.pass.wants_run = true;
-            self.tally.num_run_misses += 1;
+        if self.kv.pool.has_run(num_blocks) {
+            return true;
         }
-        has_run
+        self.tally.num_run_misses += 1;
+        if self.quarantine.active().is_some() {
+            return self.clear_run(num_blocks);
+        }
+        self.pass.wants_run = true;
+        false
+    }
+
+    /// While a group in quarantine has the steps to itself, others stand still: they leave until a run is free, as no
+    /// step may come in which they could move.
+    fn clear_run(&mut self, num_blocks: u32) -> bool {
+        let start = self.rank_victims();
+        for i in start..self.pass.victim_list.len() {
+            let victim = self.pass.victim_list[i].1;
+            if !self.is_free_to_run(victim) && self.may_leave(victim) {
+                self.preempt(victim);
+                if self.kv.pool.has_run(num_blocks) {
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// Contiguous mode: slides runs toward block 1, as many as the step holds, so that what is free lies behind them.
@@ -263,7 +282,8 @@ impl Scheduler {
         self.pass.runs = runs;
     }
 
-    /// Moves the whole run of `slot` down to `to`; `false`, and no change, where the step is full.
+    /// Moves the whole run of `slot` down to `to`; `false`, and no change, where the step is full, or the run would still
+    /// end beyond a smaller pool: then others must leave first.
     fn slide_run(&mut self, slot: Slot, to: BlockId) -> bool {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a run has a seat");
@@ -275,7 +295,8 @@ impl Scheduler {
             .blocks_for(sequence.num_planned - sequence.row.count)
             .min(len);
         let num_sent = sequence.num_sent;
-        if self.pass.moves.len() + num_filled as usize > self.layout.capacity_moves
+        if to.0 + len - 1 > self.config.num_blocks
+            || self.pass.moves.len() + num_filled as usize > self.layout.capacity_moves
             || self.pass.changes.len() + num_sent as usize > self.layout.max_move_changes()
         {
             return false;

@@ -6,6 +6,7 @@
 //! they are there for the next try. O(blocks) a preemption or resume.
 
 use super::Scheduler;
+use super::admit::register_known;
 use crate::host_pool::Swapped;
 use crate::ids::{BlockId, Seat, Slot};
 use crate::step::StepInFlight;
@@ -31,7 +32,7 @@ impl Scheduler {
         }
         let mut blocks = core::mem::take(&mut self.arena[slot].swapped.blocks);
         for column in first..end {
-            let host = self.host.allocate().expect("free blocks were counted");
+            let host = self.host.allocate();
             let block = self.kv.table(seat)[column as usize];
             self.pass.swap_out.push((block, host));
             blocks.push(host);
@@ -70,6 +71,7 @@ impl Scheduler {
 
     /// Completes `pass.hits` for `slot`: if what it has in the host's memory reaches further, it is copied back, but for
     /// full blocks that are found.
+    #[inline]
     pub(super) fn find_swapped(&mut self, slot: Slot) {
         let block_size = self.config.block_size;
         self.pass.num_found = self.pass.hits.len() as u32 - self.pass.num_behind;
@@ -77,9 +79,14 @@ impl Scheduler {
         self.pass.resume_at = sequence.num_planned + self.pass.hits.len() as u32 * block_size;
         // Its last token is computed, for its logits; drafts may have been rejected behind it.
         let end = sequence.swapped.num_tokens.min(sequence.num_tokens() - 1);
-        if sequence.swapped.is_empty() || end <= self.pass.resume_at {
-            return;
+        if !sequence.swapped.is_empty() && end > self.pass.resume_at {
+            self.list_swapped(slot, end);
         }
+    }
+
+    #[cold]
+    fn list_swapped(&mut self, slot: Slot, end: u32) {
+        let (block_size, sequence) = (self.config.block_size, &self.arena[slot]);
         let finds = self.config.enable_prefix_caching && sequence.reads_prefix_cache;
         self.pass.hits.clear();
         self.pass.resume_at = end;
@@ -88,9 +95,10 @@ impl Scheduler {
         for column in 0..self.config.blocks_for(end) {
             let may_be_found =
                 finds && column >= self.pass.num_behind && (column + 1) * block_size <= end;
-            let found = match may_be_found {
-                true => self.find_block(slot, column),
-                false => None,
+            let found = if may_be_found {
+                self.find_block(slot, column)
+            } else {
+                None
             };
             self.pass.num_found += u32::from(found.is_some());
             self.pass.hits.push(found.unwrap_or(BlockId(0)));
@@ -109,7 +117,14 @@ impl Scheduler {
     }
 
     /// Takes `pass.hits`.
+    #[inline]
     pub(super) fn push_hits(&mut self, slot: Slot, seat: Seat) {
+        if !(self.pass.hits.is_empty() && self.arena[slot].swapped.is_empty()) {
+            self.take_hits(slot, seat);
+        }
+    }
+
+    fn take_hits(&mut self, slot: Slot, seat: Seat) {
         let swapped = core::mem::take(&mut self.arena[slot].swapped);
         let num_copied = self.num_copied();
         // All of them first: what is copied back takes blocks.
@@ -155,7 +170,9 @@ impl Scheduler {
         let num_full = self.pass.resume_at / self.config.block_size;
         for column in self.pass.num_behind..num_full {
             if self.pass.hits[column as usize] == BlockId(0) {
-                self.register_known(slot, seat, column);
+                let sequence = &mut self.arena[slot];
+                let filled = &mut self.pass.filled;
+                register_known(&mut self.kv, filled, &self.hasher, sequence, seat, column);
             }
         }
     }

@@ -8,10 +8,14 @@ use crate::ids::{BlockId, Seat, Slot};
 
 impl Scheduler {
     /// Gives back blocks of `slot` that a row from position `start` on does not see.
+    #[inline]
     pub(super) fn release_behind(&mut self, slot: Slot, seat: Seat, start: u32) {
-        if self.config.window == 0 {
-            return;
+        if self.config.window > 0 {
+            self.release_unseen(slot, seat, start);
         }
+    }
+
+    fn release_unseen(&mut self, slot: Slot, seat: Seat, start: u32) {
         let sequence = &self.arena[slot];
         // Behind drafts that are rejected the next row starts sooner.
         let start = match sequence.num_draft_rows_in_flight {
@@ -28,13 +32,11 @@ impl Scheduler {
     pub(super) fn num_blocks_to_go(&self, slot: Slot, seat: Seat) -> u32 {
         let num_blocks = self.config.blocks_for(self.arena[slot].num_tokens());
         let num_to_go = num_blocks.saturating_sub(self.kv.len(seat));
-        match self.config.window {
-            0 => num_to_go,
-            _ => {
-                let room = self.config.max_window_blocks();
-                num_to_go.min(room.saturating_sub(self.kv.num_held(seat)))
-            }
+        if self.config.window == 0 {
+            return num_to_go;
         }
+        let room = self.config.max_window_blocks();
+        num_to_go.min(room.saturating_sub(self.kv.num_held(seat)))
     }
 
     /// `slot` holds other blocks than before.
@@ -64,12 +66,11 @@ impl Scheduler {
                 break;
             }
             start -= 1;
-            match self.find_block(slot, start) {
-                Some(block) => self.pass.hits.push(block),
-                None => {
-                    end = start;
-                    self.pass.hits.clear();
-                }
+            if let Some(block) = self.find_block(slot, start) {
+                self.pass.hits.push(block);
+            } else {
+                end = start;
+                self.pass.hits.clear();
             }
         }
         self.pass.num_behind = start - held;
