@@ -20,6 +20,7 @@ NUM_KV_TOKENS = 65_536
 TOKEN_BUDGET = 2_048
 MAX_TOKENS = 2_048
 _BLOCK_SIZE = 16
+_LOAD = 0.9
 NUM_SEATS = 256
 """More than the KV cache holds: memory is what runs short."""
 
@@ -179,13 +180,16 @@ def run_orders(
     rng = np.random.default_rng(seed)
     lengths, num_requests = trace.lengths, len(trace.lengths)
     tell(f"{num_requests} requests at once on {num_seats} seats")
-    num_saturated_steps = _run_at_once(trace, _core(num_seats=num_seats)).num_steps
-    stretch = num_saturated_steps / 0.9 / max(trace.arrivals_s[-1], 1e-6)
+    ends = np.sort(list(_run_at_once(trace, _core(num_seats=num_seats)).finished_us.values()))
+    # What it can serve, without the time in which it fills up and that in which it empties.
+    first, last = num_requests // 10, num_requests * 9 // 10
+    steps_per_request = (ends[last] - ends[first]) / (last - first)
+    stretch = steps_per_request * num_requests / _LOAD / max(trace.arrivals_s[-1], 1e-6)
     arrivals = (trace.arrivals_s * stretch).astype(np.int64)
     errors = np.exp(rng.normal(0.0, 0.5, num_requests))
     hints = np.maximum(1, lengths[:, 1] * errors).astype(np.int64)
     runs = []
-    for policy, ageing_steps in (("fcfs", 0), ("sjf", 0), ("sjf", 1024)):
+    for policy, ageing_steps in (("fcfs", 0), ("sjf", 0), ("sjf", 8192), ("sjf", 1024)):
         tell(f"{num_requests} requests at 90% load under {policy}, ageing {ageing_steps or 'off'}")
         scripted = ScriptedCore(_core(policy=policy, ageing_steps=ageing_steps, num_seats=num_seats))
         handles: list[int] = []

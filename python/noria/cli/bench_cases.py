@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES = """Examples:
 
   noria bench cases
+  noria bench cases --model smollm2
   noria bench cases --trace AzureLLMInferenceTrace_conv.csv
 """
 
@@ -28,10 +29,13 @@ def cases(
         Parameter(help="A CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, run too."),
     ] = None,
     num_requests: Annotated[int, Parameter(help="Of the trace, the first ones.")] = 4000,
+    model: Annotated[
+        str | None, Parameter(help="Runs cases A to D with this model too, through LLM: a path, or smollm2.")
+    ] = None,
 ) -> None:
     """Cases in which a scheduler under pressure goes wrong, beside vLLM's stored figures.
 
-    No model runs: each case is a script of requests whose lengths are known. It takes seconds, and ends with
+    No model runs unless one is named: each case is a script of requests whose lengths are known. It takes seconds, and ends with
     status 1 if a bar is not met.
     """
     from rich.console import Console
@@ -40,6 +44,11 @@ def cases(
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     rows = run_cases()
+    if model is not None:
+        from noria.bench.live_cases import run_live_cases
+        from noria.cli.options import resolve_model
+
+        rows += run_live_cases(resolve_model(model))
     console.print(_table(rows))
     console.print(f"vLLM's side is stored: {VLLM_SOURCE}.")
     if trace is not None:

@@ -172,7 +172,11 @@ impl Scheduler {
                 .num_left
                 .min(threshold.saturating_sub(sequence.row.count)),
         };
-        let most = self.affordable(start, most);
+        let most = if self.config.step_target_us > 0 {
+            self.affordable(start, most)
+        } else {
+            most
+        };
         if remaining <= most.min(max_tokens) {
             return remaining;
         }
@@ -190,16 +194,22 @@ impl Scheduler {
 
     /// Of up to `most` tokens from `start` on, as many as the step's target leaves time for; the first prefill of a step
     /// gets a block's worth in any case.
+    #[cold] // as everything that only a target asks for
     fn affordable(&self, start: u32, most: u32) -> u32 {
-        let Some(left) = self.pass.cost_left else {
-            return most;
-        };
         let least = if self.pass.prefill_rows.is_empty() {
             self.config.block_size.min(most)
         } else {
             0
         };
+        let left = self.pass.cost_left;
         self.cost.affordable(start, most, left).max(least)
+    }
+
+    /// A row of `count` tokens that ends at `end` takes its part of the step's target.
+    #[cold]
+    fn spend_time(&mut self, count: u32, end: u32) {
+        let cost = self.cost.cost(Size::of(count, end));
+        self.pass.cost_left = (self.pass.cost_left - cost).max(0);
     }
 
     /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
@@ -258,7 +268,6 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         let num_hits = self.pass.hits.len() as u32;
-        let num_shared = self.num_shared_hits();
         let start = sequence.num_planned + num_hits * block_size;
         let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
         if reach <= start {
@@ -266,6 +275,11 @@ impl Scheduler {
         }
         let end = (start + num_tokens).min(reach);
         let held_before = self.kv.len(seat);
+        let num_shared = if num_hits > 0 {
+            self.num_shared_hits()
+        } else {
+            0
+        };
         for i in 0..self.pass.hits.len() {
             self.kv.push_hit(seat, self.pass.hits[i]);
         }
@@ -302,9 +316,8 @@ impl Scheduler {
             self.pass.num_partial += 1;
         }
         self.pass.num_left -= end - start;
-        if let Some(left) = self.pass.cost_left {
-            let cost = self.cost.cost(Size::of(end - start, end));
-            self.pass.cost_left = Some((left - cost).max(0));
+        if self.config.step_target_us > 0 {
+            self.spend_time(end - start, end);
         }
         if num_hits > 0 && is_resident {
             self.refund_hits(slot, num_hits * block_size);
