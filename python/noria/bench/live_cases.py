@@ -1,4 +1,4 @@
-"""Cases A to D through `LLM` and a model: the flags are the defaults, but for the sizes that a case states."""
+"""Cases A to D through `LLM` and a model: the flags are the defaults, but for a case's sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

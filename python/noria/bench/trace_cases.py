@@ -21,6 +21,8 @@ TOKEN_BUDGET = 2_048
 MAX_TOKENS = 2_048
 _BLOCK_SIZE = 16
 _LOAD = 0.9
+MOST_REQUESTS = 100_000
+"""Of a trace."""
 NUM_SEATS = 256
 """More than the KV cache holds: memory is what runs short."""
 
@@ -169,11 +171,15 @@ def run_orders(
     seed: int = 0,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> list[OrderRun]:
-    """Runs a trace at 90% load, in order of arrival and shortest first.
+    """Runs a trace at 90% of what the core can serve, in order of arrival and shortest first.
+
+    What it can serve is what it does while all requests are present at once, but for the first and the last
+    tenth. With as many seats as memory allows, some fifty run at once and seldom a queue forms, unless the
+    trace has peaks that last: an hour of a service has.
 
     Args:
         trace: its arrivals are stretched to that load, their bursts kept.
-        num_seats: seats; the fewer, the more of a latency is time in line.
+        num_seats: seats.
         seed: of the hints' errors (lognormal, sigma 0.5).
         tell: told what comes next.
     """

@@ -7,7 +7,7 @@ use crate::policy::{Admission, Facts, Key, KeyPolicy, Policy, Reads, rank};
 use crate::queue::Turn;
 
 /// Waiting requests whose cached prefix is looked up again in each plan, under [`KeyPolicy::Prefix`].
-const NUM_REFRESHED: usize = 4;
+const NUM_REFRESHED: usize = 3;
 
 impl Scheduler {
     pub(crate) fn is_fair(&self) -> bool {
