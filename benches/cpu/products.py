@@ -1,8 +1,11 @@
 """Products with packed weights: noria-cpu against torch, in turns, weights cold.
 
 A forward's linear maps in SmolLM2-135M's shapes, one after another, so that each comes from memory: 30 layers
-of qkv, output, gate and up, down; and the head. Each round times every way once; the least of all rounds
-counts, as other work on the machine only adds. torch runs oneDNN with weights packed at load where it can.
+of qkv, output, gate and up, down; and the head. Each round times every way once. Of each map the least of all
+rounds counts, as other work on the machine only adds; torch runs oneDNN with weights packed at load where it can.
+
+The limit is max(bytes of weights / measured bandwidth, operations / measured rate), the best that was measured
+between rounds; int8's time includes rounding its inputs.
 """
 
 import argparse
@@ -10,15 +13,16 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from smollm import BYTES, HIDDEN, INTERMEDIATE, NUM_LAYERS, VOCAB, Limits, packed, shapes, weight
 
 from noria._core import CpuBuilder, cpu_isa
 from noria.backends.cpu.threads import chosen_threads
 from noria.backends.torch.linear import chosen_kernel
 from noria.bench.machine import detect_machine
 
-HIDDEN, QKV, INTERMEDIATE, VOCAB = 576, 960, 1536, 49152
-NUM_LAYERS = 30
+Seconds = npt.NDArray[np.float64]
 
 
 def main() -> None:
@@ -39,51 +43,62 @@ def main() -> None:
     print(
         f"{machine.cpu_model} ({machine.isa_summary}); {cpu_isa()} kernels, {num_threads} threads ({reason})"
     )
-    ways: dict[str, Callable[[int], float]] = {"torch": torch_products(arguments.layers, arguments.vocab)}
+    ways: dict[str, Callable[[int], Seconds]] = {
+        "torch": torch_products(arguments.layers, arguments.vocab)
+    }
     for storage in storages:
         ways[storage] = our_products(storage, arguments.layers, arguments.vocab, max(rows))
-    print(f"ms a forward's products, least of {arguments.rounds} rounds; x: torch over noria-cpu")
-    print("rows   torch  " + "  ".join(f"{storage:>18}" for storage in storages))
+    num_weights = sum(out * columns for out, columns in shapes(arguments.layers, arguments.vocab))
+    limits = Limits(num_threads)
+    print(f"ms a forward's products, least of {arguments.rounds} rounds; x: torch over noria-cpu; %: of the limit")
+    print("rows   torch  " + "  ".join(f"{storage:>22}" for storage in storages))
     for count in rows:
-        least = dict.fromkeys(ways, float("inf"))
-        for _ in range(arguments.rounds):
-            for name, run in ways.items():
-                least[name] = min(least[name], run(count))
-        cells = [f"{least[s] * 1e3:9.1f} ({least['torch'] / least[s]:5.2f} x)" for s in storages]
-        print(f"{count:4} {least['torch'] * 1e3:8.1f}  " + "  ".join(cells), flush=True)
+        seconds = least(ways, count, arguments.rounds, limits)
+        cells = []
+        for storage in storages:
+            limit = limits.seconds(storage, num_weights * BYTES[storage], 2 * num_weights * count)
+            ours = seconds[storage]
+            cells.append(f"{ours * 1e3:8.1f} {seconds['torch'] / ours:5.2f} x {limit / ours:4.0%}")
+        print(f"{count:4} {seconds['torch'] * 1e3:8.1f}  " + "  ".join(cells), flush=True)
+    print(f"limits: {limits}")
 
 
-def weight(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
+def least(
+    ways: dict[str, Callable[[int], Seconds]], count: int, num_rounds: int, limits: Limits
+) -> dict[str, float]:
+    """Seconds of all maps, each in its best round."""
+    best: dict[str, Seconds] = {}
+    for _ in range(num_rounds):
+        for name, run in ways.items():
+            seconds = run(count)
+            best[name] = np.minimum(best.get(name, seconds), seconds)
+        limits.measure()
+    return {name: float(seconds.sum()) for name, seconds in best.items()}
 
 
-def shapes(num_layers: int, vocab: int) -> list[tuple[int, int]]:
-    layer = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
-    return layer * num_layers + [(vocab, HIDDEN)]
-
-
-def torch_products(num_layers: int, vocab: int) -> Callable[[int], float]:
+def torch_products(num_layers: int, vocab: int) -> Callable[[int], Seconds]:
     kernel = chosen_kernel(torch.float32, torch.device("cpu"))
     maps = [kernel.linear(weight(*shape, seed), None) for seed, shape in enumerate(shapes(num_layers, vocab))]
 
-    def run(count: int) -> float:
+    def run(count: int) -> Seconds:
         inputs = {size: torch.randn(count, size) for size in (HIDDEN, INTERMEDIATE)}
         sizes = [columns for _, columns in shapes(num_layers, vocab)]
+        marks = [0.0] * (len(maps) + 1)
         with torch.inference_mode():
-            started = time.perf_counter()
-            for linear, size in zip(maps, sizes, strict=True):
+            marks[0] = time.perf_counter()
+            for index, (linear, size) in enumerate(zip(maps, sizes, strict=True)):
                 linear.apply(inputs[size])
-            return time.perf_counter() - started
+                marks[index + 1] = time.perf_counter()
+        return np.diff(marks)
 
     return run
 
 
-def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Callable[[int], float]:
+def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Callable[[int], Seconds]:
     builder = CpuBuilder()
     x = builder.embed(builder.table(np.random.default_rng(0).standard_normal((max_rows, HIDDEN), np.float32)))
     maps = [
-        builder.matrix(weight(*shape, seed).numpy(), None, storage=storage)
-        for seed, shape in enumerate(shapes(num_layers, vocab))
+        packed(builder, storage, *shape, seed) for seed, shape in enumerate(shapes(num_layers, vocab))
     ]
     for layer in range(num_layers):
         qkv, output, gate_up, down = maps[4 * layer : 4 * layer + 4]
@@ -91,11 +106,11 @@ def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Ca
         builder.linear(x, output)
         builder.linear(builder.silu_mul(builder.linear(x, gate_up)), down)
     program = builder.build(builder.logits(x, maps[-1]), num_threads=chosen_threads()[0])
+    counted = ("linear", "head", "quantise")
 
-    def run(count: int) -> float:
-        """Seconds in products; for int8 also in rounding their inputs, and the little else there is."""
+    def run(count: int) -> Seconds:
         ids = np.arange(count)
-        before = program.stage_us
+        before = program.stage_ns
         program.run(
             input_ids=ids,
             positions=ids,
@@ -108,10 +123,9 @@ def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Ca
             kv=np.zeros((1, 2, 1, 1, 1, 1), dtype=np.float32),
             logits=np.empty((count, vocab), dtype=np.float32),
         )
-        gemm, head, _, other = (
-            after - earlier for after, earlier in zip(program.stage_us, before, strict=True)
-        )
-        return (gemm + head + (other if storage == "int8" else 0)) / 1e6
+        pairs = zip(program.stage_ns, before, strict=True)
+        taken = [after - earlier for (name, after), (_, earlier) in pairs if name.startswith(counted)]
+        return np.array(taken) / 1e9
 
     return run
 

@@ -356,6 +356,23 @@ def cpu_isa() -> str:
         ConfigError: `NORIA_CPU_ISA` names none, or one that this CPU does not have.
     """
 
+def measure_bandwidth(seconds: float, num_threads: int | None = None) -> float:
+    """Memory that threads read, in GB/s: the best of all rounds of 256 MiB that fit in a time, two at least.
+
+    Args:
+        seconds: for how long.
+        num_threads: None: as many as there are CPUs for this process.
+
+    Raises:
+        ConfigError: no threads, no such time, or `NORIA_CPU_ISA` is wrong.
+    """
+
+def measure_fma(seconds: float, num_threads: int | None = None) -> float:
+    """float32 multiply-adds of noria-cpu's instruction set, in GFLOP/s (two in each); as `measure_bandwidth`."""
+
+def measure_int8(seconds: float, num_threads: int | None = None) -> float:
+    """The instruction that 8-bit weights are multiplied by, in GOP/s (two a product); as `measure_bandwidth`."""
+
 @final
 class CpuBuilder:
     """Records a model's forward for noria-cpu.
@@ -419,8 +436,11 @@ class CpuProgram:
     @property
     def num_logits_columns(self) -> int: ...
     @property
-    def stage_us(self) -> tuple[int, int, int, int]:
-        """Microseconds so far in products, the head's product, attention and all other ops."""
+    def stage_ns(self) -> list[tuple[str, int]]:
+        """What each stage does, in order, and its nanoseconds since the program was built.
+
+        A product is "linear IN to OUT" or "head IN to OUT"; others are "attention" or the name of an op on rows.
+        """
 
     def run(
         self,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch_harness import Answer, TorchBench, expected_reason, make_asks, reference_answer, tiny_config
 
-from noria import LLM, SamplingParams
+from noria import LLM, SamplingParams, _core
 from noria.backends.choice import chosen_backend
 from noria.backends.cpu.threads import chosen_threads
 from noria.bench.machine import detect_machine
@@ -159,3 +159,13 @@ def test_a_step_that_does_not_fit_is_a_value_error(tiny_directory: Path) -> None
     model.program.core.run(**(step | {"input_ids": np.array([96])}))  # type: ignore[arg-type]
     assert np.abs(step["logits"]).max() > 0
     bench.engine.close()
+
+
+def test_the_machines_limits_are_measured_by_threads_and_for_a_time() -> None:
+    for measure in (_core.measure_bandwidth, _core.measure_fma, _core.measure_int8):
+        assert measure(0.0, 1) > 0
+    assert _core.measure_fma(0.0) > 0
+    with pytest.raises(ConfigError, match="seconds is -1, but must be a number of seconds from 0 on"):
+        _core.measure_bandwidth(-1.0)
+    with pytest.raises(ConfigError, match="num_threads is 0, but must be 1 or more"):
+        _core.measure_int8(0.0, 0)

@@ -13,6 +13,7 @@ from noria.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from noria.bench.limit import Limit
     from noria.bench.throughput import EngineFactory, ThroughputRun
     from noria.bench.workload import Workload
     from noria.config import EngineConfig
@@ -143,6 +144,7 @@ def throughput(
             configs,
             loaded.workload,
             num_repeats=repeat,
+            limit=loaded.limit,
             on_run=progress.begin,
             on_events=progress.update,
         )
@@ -208,12 +210,14 @@ class _Loaded:
         workload: what is asked.
         max_model_len: tokens of the longest context that a run needs.
         about: the model, for the report.
+        limit: what bounds its steps; None without a model, and where that is not measured: on a GPU.
     """
 
     engines: "EngineFactory"
     workload: "Workload"
     max_model_len: int
     about: dict[str, object]
+    limit: "Limit | None" = None
 
 
 def _load(
@@ -265,7 +269,12 @@ def _load(
         "device": str(loaded.device),
         "vocab_size": vocab_size,
     }
-    return _Loaded(torch_engines(loaded), workload, max_model_len, about)
+    limit = None
+    if loaded.device.type == "cpu" and not loaded.config.is_foreign:
+        from noria.bench.limit import measure_limit
+
+        limit = measure_limit(loaded, path, model_flags.quantization)
+    return _Loaded(torch_engines(loaded), workload, max_model_len, about, limit)
 
 
 def _workload_from_file(flags: WorkloadFlags) -> "Workload | None":
@@ -362,6 +371,11 @@ def _report_throughput(
     )
     title = f"{about or 'no model: times are the engine alone'}; {seats} seats, depth {configs[0].depth}"
     console.print(throughput_table(runs, title=title))
+    if (limit := loaded.limit) is not None:
+        console.print(
+            f"limit: {limit.bytes_per_s / 1e9:.1f} GB/s and {limit.operations_per_s / 1e9:.0f} Gop/s "
+            f"measured, {limit.bytes_per_weight:.3g} bytes a weight, each step's weights and rows, and KV"
+        )
     if output_json is not None:
         report = throughput_report(
             runs,
@@ -370,6 +384,7 @@ def _report_throughput(
             workload=workload,
             about=loaded.about,
             configs=configs,
+            limit=loaded.limit,
         )
         write_json(output_json, report)
 

@@ -2,9 +2,12 @@
 //!
 //! The one unsafe place of the binding: the KV cache is a tensor's memory, which the program reads and writes.
 
+use std::time::Duration;
+
 use noria_cpu::{
     AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
-    Matrix, MatrixId, Program, Step, TableId, Value, VectorId,
+    Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate, int8_rate,
+    read_bandwidth,
 };
 use numpy::{
     PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
@@ -19,6 +22,65 @@ use crate::errors;
 #[pyfunction]
 pub(crate) fn cpu_isa(py: Python<'_>) -> PyResult<&'static str> {
     Ok(chosen(py)?.name())
+}
+
+/// Bytes that threads read from memory, in GB/s.
+#[pyfunction]
+#[pyo3(signature = (seconds, num_threads=None))]
+pub(crate) fn measure_bandwidth(
+    py: Python<'_>,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    measured(py, read_bandwidth, seconds, num_threads)
+}
+
+/// float32 operations in multiply-adds, in GFLOP/s.
+#[pyfunction]
+#[pyo3(signature = (seconds, num_threads=None))]
+pub(crate) fn measure_fma(
+    py: Python<'_>,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    measured(py, fma_rate, seconds, num_threads)
+}
+
+/// Whole-number operations of products with 8-bit weights, in GOP/s.
+#[pyfunction]
+#[pyo3(signature = (seconds, num_threads=None))]
+pub(crate) fn measure_int8(
+    py: Python<'_>,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    measured(py, int8_rate, seconds, num_threads)
+}
+
+fn measured(
+    py: Python<'_>,
+    measure: fn(Isa, usize, Duration) -> f64,
+    seconds: f64,
+    num_threads: Option<usize>,
+) -> PyResult<f64> {
+    let isa = chosen(py)?;
+    let Ok(time) = Duration::try_from_secs_f64(seconds) else {
+        let expected = "a number of seconds from 0 on";
+        return Err(errors::named(py, "seconds", seconds.to_string(), expected));
+    };
+    let num_threads = match num_threads {
+        Some(0) => {
+            return Err(errors::named(
+                py,
+                "num_threads",
+                "0".to_owned(),
+                "1 or more",
+            ));
+        }
+        Some(count) => count,
+        None => std::thread::available_parallelism()?.get(),
+    };
+    Ok(py.detach(|| measure(isa, num_threads, time)) / 1e9)
 }
 
 fn chosen(py: Python<'_>) -> PyResult<Isa> {
@@ -252,14 +314,9 @@ impl CpuProgram {
     }
 
     #[getter]
-    fn stage_us(&self) -> (u64, u64, u64, u64) {
+    fn stage_ns(&self) -> Vec<(String, u64)> {
         let times = self.program.times();
-        (
-            times.gemm_ns / 1000,
-            times.head_ns / 1000,
-            times.attention_ns / 1000,
-            times.other_ns / 1000,
-        )
+        times.map(|time| (label(time.kind), time.ns)).collect()
     }
 
     #[pyo3(signature = (
@@ -299,6 +356,21 @@ impl CpuProgram {
         let program = &mut self.program;
         with_kv(kv, |view| py.detach(|| program.run(&step, &view, logits)))?
             .map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+}
+
+fn label(kind: StageKind) -> String {
+    match kind {
+        StageKind::Linear {
+            num_out,
+            num_in,
+            is_head,
+        } => {
+            let name = if is_head { "head" } else { "linear" };
+            format!("{name} {num_in} to {num_out}")
+        }
+        StageKind::Attention => "attention".to_owned(),
+        StageKind::Rows(name) => name.to_owned(),
     }
 }
 

@@ -41,6 +41,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cpu::CpuBuilder>()?;
     module.add_class::<cpu::CpuProgram>()?;
     module.add_function(wrap_pyfunction!(cpu::cpu_isa, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu::measure_bandwidth, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu::measure_fma, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu::measure_int8, module)?)?;
     module.add_function(wrap_pyfunction!(replay, module)?)?;
     module.add("RECORD_FIELDS", PyTuple::new(module.py(), RECORD_FIELDS)?)?;
     module.add("FACT_FIELDS", PyTuple::new(module.py(), FACT_FIELDS)?)?;

@@ -3,6 +3,7 @@
 //! The unit of work is some queries of one row, with one KV head and a range of the row's keys. All query heads of a
 //! KV head are attended together, so each key is read once for all of them. Keys go by in tiles of 64 with a running
 //! softmax; a tile begins at a multiple of 64, wherever the query is, so what a query gets depends on its row alone.
+//! `decode` has the tiles of one query, and `chunk` those of several.
 //!
 //! A long row is cut in ranges of keys: the last worker to finish one of them combines the parts, always in order.
 #![allow(
@@ -15,16 +16,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::kernels::Kernels;
 use crate::memory::{Buffer, Rows};
 use crate::simd::{Bf16, Element, Simd};
-use crate::tile::Product;
+
+mod chunk;
+mod decode;
 
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
 /// Query heads × queries that are attended together, at most, unless one query has more heads.
-const MAX_ROWS: usize = 96;
+const MAX_ROWS: usize = 192;
+/// Rows that lie side by side fill whole vectors of any instruction set.
+const ROW_STEP: usize = 16;
 /// Keys of a range: a row with more is shared among workers.
 pub(crate) const RANGE: usize = 512;
-/// From this block size on, a decode row reads V where it lies.
-const MIN_SEGMENT: usize = 8;
 
 /// How attention looks at keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -125,19 +128,21 @@ struct Layout {
     values: usize,
     maxima: usize,
     totals: usize,
+    keeps: usize,
     size: usize,
 }
 
 impl Layout {
     fn of(heads: Heads) -> Layout {
         let dim = heads.head_dim.next_multiple_of(16);
-        let rows = (heads.max_queries() * heads.group()).next_multiple_of(16);
+        let rows = (heads.max_queries() * heads.group()).next_multiple_of(ROW_STEP);
         let sums = rows * dim;
         let scores = sums + rows * dim;
         let keys = scores + rows * TILE;
         let values = keys + dim * TILE;
         let maxima = values + dim * TILE;
         let totals = maxima + rows;
+        let keeps = totals + rows;
         Layout {
             queries: 0,
             sums,
@@ -146,7 +151,8 @@ impl Layout {
             values,
             maxima,
             totals,
-            size: totals + rows,
+            keeps,
+            size: keeps + rows,
         }
     }
 }
@@ -189,6 +195,8 @@ pub(crate) unsafe fn attend<S: Simd>(a: &Attend<'_>, scratch: &mut Scratch) {
 /// A unit's pieces, as pointers.
 struct Work {
     num_rows: usize,
+    /// As many as whole vectors have.
+    row_stride: usize,
     group: usize,
     dim: usize,
     queries: *mut f32,
@@ -198,6 +206,7 @@ struct Work {
     values: *mut f32,
     maxima: *mut f32,
     totals: *mut f32,
+    keeps: *mut f32,
 }
 
 #[inline(always)]
@@ -207,6 +216,7 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
     let (group, dim) = (a.heads.group(), a.heads.head_dim);
     let w = Work {
         num_rows: a.unit.num_queries * group,
+        row_stride: (a.unit.num_queries * group).next_multiple_of(ROW_STEP),
         group,
         dim,
         queries: base.add(layout.queries),
@@ -216,6 +226,13 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
         values: base.add(layout.values),
         maxima: base.add(layout.maxima),
         totals: base.add(layout.totals),
+        keeps: base.add(layout.keeps),
+    };
+    // A chunk's queries lie dimension by dimension.
+    let (row_step, dim_step) = if a.unit.num_queries == 1 {
+        (dim, 1)
+    } else {
+        (1, w.row_stride)
     };
     for r in 0..w.num_rows {
         let from = a
@@ -223,9 +240,11 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
             .at(a.unit.token + r / group)
             .add((a.kv_head * group + r % group) * dim);
         for d in 0..dim {
-            *w.queries.add(r * dim + d) = *from.add(d) * a.options.scale;
+            *w.queries.add(r * row_step + d * dim_step) = *from.add(d) * a.options.scale;
             *w.sums.add(r * dim + d) = 0.0;
         }
+    }
+    for r in 0..w.row_stride {
         *w.maxima.add(r) = f32::NEG_INFINITY;
         *w.totals.add(r) = 0.0;
     }
@@ -238,261 +257,71 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
             .max((a.unit.position + 1).saturating_sub(window)),
         None => a.unit.keys_from,
     };
-    let mut at = from;
-    while at < to {
-        let end = to.min((at / TILE + 1) * TILE);
-        tile_of_keys::<S, E>(a, &w, at, end);
-        at = end;
+    let mut tile = Tile::at(a, from, to);
+    while tile.from < to {
+        let next = Tile::at(a, tile.to, to);
+        if a.unit.num_queries == 1 {
+            decode::tile::<S, E>(a, &w, &tile, &next);
+        } else {
+            chunk::tile::<S, E>(a, &w, &tile, &next);
+        }
+        tile = next;
     }
-    finish::<S>(a, &w);
+    finish(a, &w);
 }
 
-/// All rows of a unit with the keys `from..to`, of one tile.
-#[inline(always)]
-unsafe fn tile_of_keys<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usize, to: usize) {
-    let n = to - from;
-    let is_decode = a.unit.num_queries == 1;
-    if is_decode {
-        dots::<S, E>(a, w, from, to);
-    } else {
-        transposed_keys::<E>(a, w, from, to);
-        let product = Product {
-            x: w.queries.cast_const(),
-            x_stride: w.dim,
-            w: w.keys.cast_const(),
-            w_stride: TILE,
-            num_in: w.dim,
-            out: w.scores,
-            out_stride: TILE,
-            adds: false,
-            next: std::ptr::null(),
-            next_bytes: 0,
-        };
-        (a.kernels.block_f32)(&product, w.num_rows, n.next_multiple_of(S::LANES));
-    }
-    for r in 0..w.num_rows {
-        let position = a.unit.position + r / w.group;
-        let first = match a.options.window {
-            Some(window) => (position + 1).saturating_sub(window).max(from),
-            None => from,
-        };
-        softmax_row::<S>(
-            a,
-            w,
-            r,
-            n,
-            first.min(to) - from,
-            (position + 1).clamp(from, to) - from,
-        );
-    }
-    let product = |w_stride, num_in, x_from: usize| Product {
-        x: w.scores.add(x_from).cast_const(),
-        x_stride: TILE,
-        w: std::ptr::null(),
-        w_stride,
-        num_in,
-        out: w.sums,
-        out_stride: w.dim,
-        adds: true,
-        next: std::ptr::null(),
-        next_bytes: 0,
-    };
-    let token_stride = a.heads.num_kv_heads * w.dim;
-    if is_decode && a.block_size >= MIN_SEGMENT {
-        let values = a.values.cast::<E>().add(a.kv_head * w.dim);
-        for_segments(a, from, to, |key, slot, count| {
-            let part = Product::<E> {
-                w: values.add(slot * token_stride),
-                ..retyped(product(token_stride, count, key - from))
-            };
-            E::block(a.kernels)(&part, w.num_rows, w.dim);
-        });
-    } else {
-        let values = a.values.cast::<E>().add(a.kv_head * w.dim);
-        for_segments(a, from, to, |key, slot, count| {
-            for i in 0..count {
-                let row = values.add((slot + i) * token_stride);
-                let out = w.values.add((key - from + i) * w.dim);
-                for d in 0..w.dim {
-                    *out.add(d) = (*row.add(d)).get();
-                }
-            }
-        });
-        let whole = Product {
-            w: w.values.cast_const(),
-            ..product(w.dim, n, 0)
-        };
-        (a.kernels.block_f32)(&whole, w.num_rows, w.dim);
-    }
-}
-
-fn retyped<E>(p: Product<f32>) -> Product<E> {
-    Product {
-        x: p.x,
-        x_stride: p.x_stride,
-        w: std::ptr::null(),
-        w_stride: p.w_stride,
-        num_in: p.num_in,
-        out: p.out,
-        out_stride: p.out_stride,
-        adds: p.adds,
-        next: p.next,
-        next_bytes: p.next_bytes,
-    }
-}
-
-/// Calls `f(key, slot, count)` for each run of keys in one block.
-#[inline(always)]
-unsafe fn for_segments(
-    a: &Attend<'_>,
+/// Keys that are attended together.
+struct Tile {
     from: usize,
     to: usize,
-    mut f: impl FnMut(usize, usize, usize),
-) {
-    let mut key = from;
-    while key < to {
-        let offset = key % a.block_size;
-        let count = (a.block_size - offset).min(to - key);
-        let block = a.table[key / a.block_size] as usize;
-        f(key, block * a.block_size + offset, count);
-        key += count;
-    }
+    /// Where each key's head lies, in numbers from the layer's first.
+    offsets: [usize; TILE],
 }
 
-/// Scores of one query's heads: each key's head is read once for all of them.
-#[inline(always)]
-unsafe fn dots<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, from: usize, to: usize) {
-    let token_stride = a.heads.num_kv_heads * w.dim;
-    let keys = a.keys.cast::<E>().add(a.kv_head * w.dim);
-    for_segments(a, from, to, |key, slot, count| {
-        for i in 0..count {
-            let k = keys.add((slot + i) * token_stride);
-            let mut r = 0;
-            while r < w.num_rows {
-                let out = w.scores.add(r * TILE + key - from + i);
-                match w.num_rows - r {
-                    1 => dot::<S, E, 1>(w, r, k, out),
-                    2 => dot::<S, E, 2>(w, r, k, out),
-                    3 => dot::<S, E, 3>(w, r, k, out),
-                    _ => dot::<S, E, 4>(w, r, k, out),
-                }
-                r += 4;
-            }
-        }
-    });
-}
-
-#[inline(always)]
-unsafe fn dot<S: Simd, E: Element, const R: usize>(
-    w: &Work,
-    row: usize,
-    k: *const E,
-    out: *mut f32,
-) {
-    let mut sums = [S::splat(0.0); R];
-    let num_whole = w.dim / S::LANES * S::LANES;
-    let mut d = 0;
-    while d < num_whole {
-        let key = E::load::<S>(k.add(d));
-        for r in 0..R {
-            sums[r] = S::fma(S::load(w.queries.add((row + r) * w.dim + d)), key, sums[r]);
-        }
-        d += S::LANES;
-    }
-    for r in 0..R {
-        let mut sum = S::sum(sums[r]);
-        for d in num_whole..w.dim {
-            sum += *w.queries.add((row + r) * w.dim + d) * (*k.add(d)).get();
-        }
-        *out.add(r * TILE) = sum;
-    }
-}
-
-/// `[dim, TILE]` of keys `from..to`; zeros beyond.
-#[inline(always)]
-unsafe fn transposed_keys<E: Element>(a: &Attend<'_>, w: &Work, from: usize, to: usize) {
-    let token_stride = a.heads.num_kv_heads * w.dim;
-    let keys = a.keys.cast::<E>().add(a.kv_head * w.dim);
-    for_segments(a, from, to, |key, slot, count| {
-        for i in 0..count {
-            let row = keys.add((slot + i) * token_stride);
-            let out = w.keys.add(key - from + i);
-            for d in 0..w.dim {
-                *out.add(d * TILE) = (*row.add(d)).get();
-            }
-        }
-    });
-    for d in 0..w.dim {
-        for column in to - from..TILE {
-            *w.keys.add(d * TILE + column) = 0.0;
-        }
-    }
-}
-
-/// Turns a row's `n` scores into weights, of which only `first..last` are not 0, and rescales what it has summed.
-#[inline(always)]
-unsafe fn softmax_row<S: Simd>(
-    a: &Attend<'_>,
-    w: &Work,
-    row: usize,
-    n: usize,
-    first: usize,
-    last: usize,
-) {
-    let scores = w.scores.add(row * TILE);
-    if first >= last {
-        for i in 0..n {
-            *scores.add(i) = 0.0;
-        }
-        return;
-    }
-    let padded = n.next_multiple_of(S::LANES);
-    if let Some(cap) = a.options.softcap {
-        for i in (0..padded).step_by(S::LANES) {
-            let x = S::div(S::load(scores.add(i)), S::splat(cap));
-            S::store(scores.add(i), S::mul(S::tanh(x), S::splat(cap)));
-        }
-    }
-    for i in (0..first).chain(last..padded) {
-        *scores.add(i) = f32::NEG_INFINITY;
-    }
-    let mut maxima = S::splat(f32::NEG_INFINITY);
-    for i in (0..padded).step_by(S::LANES) {
-        maxima = S::max(maxima, S::load(scores.add(i)));
-    }
-    let old = *w.maxima.add(row);
-    let new = S::largest(maxima).max(old);
-    for i in (0..padded).step_by(S::LANES) {
-        let x = S::sub(S::load(scores.add(i)), S::splat(new));
-        S::store(scores.add(i), S::exp(x));
-    }
-    for i in (0..first).chain(last..padded) {
-        *scores.add(i) = 0.0;
-    }
-    let mut sums = S::splat(0.0);
-    for i in (0..padded).step_by(S::LANES) {
-        sums = S::add(sums, S::load(scores.add(i)));
-    }
-    let total = w.totals.add(row);
-    if new > old {
-        let keep = if old == f32::NEG_INFINITY {
-            0.0
-        } else {
-            (old - new).exp()
+impl Tile {
+    /// The tile that begins with a key; there may be none before `to`.
+    #[inline(always)]
+    fn at(a: &Attend<'_>, from: usize, to: usize) -> Tile {
+        let to = to.min((from / TILE + 1) * TILE).max(from);
+        let mut tile = Tile {
+            from,
+            to,
+            offsets: [0; TILE],
         };
-        *total *= keep;
-        let sums = w.sums.add(row * w.dim);
-        for d in 0..w.dim {
-            *sums.add(d) *= keep;
+        let token_stride = a.heads.num_kv_heads * a.heads.head_dim;
+        let mut key = from;
+        while key < to {
+            let offset = key % a.block_size;
+            let count = (a.block_size - offset).min(to - key);
+            let slot = a.table[key / a.block_size] as usize * a.block_size + offset;
+            for i in 0..count {
+                tile.offsets[key - from + i] =
+                    (slot + i) * token_stride + a.kv_head * a.heads.head_dim;
+            }
+            key += count;
         }
-        *w.maxima.add(row) = new;
+        tile
     }
-    *total += S::sum(sums);
+
+    fn len(&self) -> usize {
+        self.to - self.from
+    }
+}
+
+/// Asks for K and V of a key's head.
+#[inline(always)]
+unsafe fn ask<S: Simd, E: Element>(a: &Attend<'_>, offset: usize) {
+    for cache in [a.keys, a.values] {
+        let head = cache.wrapping_add(offset * size_of::<E>());
+        for line in 0..(a.heads.head_dim * size_of::<E>()).div_ceil(64) {
+            S::prefetch(head.wrapping_add(line * 64));
+        }
+    }
 }
 
 /// Writes the result of a whole unit, or a part's; the last part of a row combines them.
 #[inline(always)]
-unsafe fn finish<S: Simd>(a: &Attend<'_>, w: &Work) {
+unsafe fn finish(a: &Attend<'_>, w: &Work) {
     let Some(part) = a.unit.part else {
         for r in 0..w.num_rows {
             write(a, w, r, *w.totals.add(r));

@@ -14,6 +14,9 @@ use crate::program::Units;
 use crate::simd::{Bf16, Element, Simd};
 use crate::tile::{self, Product};
 
+/// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
+/// each panel.
+const MAX_ROWS: usize = 512;
 /// The most columns of a panel.
 pub(crate) const MAX_WIDTH: usize = 48;
 
@@ -85,7 +88,7 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel, weights: *const
             out: if is_whole { to } else { beside.as_mut_ptr() },
             ..whole
         };
-        tile::rows::<S, E, N>(part, rows_at_once);
+        tile::rows::<S, E, N, false>(part, rows_at_once);
         if !is_whole {
             to.copy_from_nonoverlapping(beside.as_ptr(), p.num_columns);
         }
@@ -196,11 +199,16 @@ unsafe fn tile_of_pairs<S: Simd, const R: usize, const N: usize>(
     }
 }
 
+/// Units of a product: each panel with some of the rows.
+pub(crate) fn num_units(num_rows: usize, matrix: &Matrix) -> usize {
+    num_rows.div_ceil(MAX_ROWS) * matrix.num_panels()
+}
+
 /// A worker's part of `out = x · matrixᵀ + bias`; all workers call it with the same arguments.
 ///
 /// # Safety
 /// `x` has `num_rows` rows of the matrix's inputs (quantised for an 8-bit one), `out` as many rows of its outputs; they do
-/// not overlap, and nobody else uses `out` before all panels are done. A panel's numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set.
+/// not overlap, and nobody else uses `out` before all units are done. A panel's numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set.
 pub(crate) unsafe fn multiply(
     kernels: &Kernels,
     x: Rows,
@@ -211,18 +219,22 @@ pub(crate) unsafe fn multiply(
     scratch: *mut f32,
 ) {
     let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
-    let mut index = units.take();
-    while index < matrix.num_panels() {
+    let (num_units, num_panels) = (num_units(num_rows, matrix), matrix.num_panels());
+    let rows_at_once = num_rows.div_ceil(num_rows.div_ceil(MAX_ROWS).max(1));
+    let mut unit = units.take();
+    while unit < num_units {
         let following = units.take();
+        let index = unit % num_panels;
         let first = index * matrix.width;
+        let row = unit / num_panels * rows_at_once;
         let panel = Panel {
-            x: x.at(0),
+            x: x.at(row),
             x_stride: x.stride(),
-            num_rows,
+            num_rows: rows_at_once.min(num_rows - row),
             num_in: matrix.num_in,
             format: matrix.format,
             weights: matrix.panel(index),
-            next: matrix.panel(following),
+            next: matrix.panel(following % num_panels),
             num_bytes: matrix.panel_bytes(),
             num_columns: matrix.width.min(matrix.num_out - first),
             bias: if bias.is_null() {
@@ -230,12 +242,12 @@ pub(crate) unsafe fn multiply(
             } else {
                 bias.add(first)
             },
-            out: out.at(0).add(first),
+            out: out.at(row).add(first),
             out_stride: out.stride(),
             scratch,
         };
         (kernels.panel)(&panel);
         units.finish();
-        index = following;
+        unit = following;
     }
 }

@@ -3,18 +3,21 @@
 use crate::Isa;
 use crate::attention::{self, Attend, Scratch};
 use crate::gemm::{self, Panel};
+use crate::limits;
 use crate::rowwise;
-use crate::simd::{self, Bf16};
+use crate::simd::{self, Simd};
 use crate::tile::{self, Product};
 
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
 /// it.
 pub(crate) struct Kernels {
+    /// f32 in a vector.
+    pub(crate) lanes: usize,
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
     /// Multiplies some rows with some columns.
-    pub(crate) block_f32: unsafe fn(&Product<f32>, usize, usize),
-    pub(crate) block_bf16: unsafe fn(&Product<Bf16>, usize, usize),
+    pub(crate) block: unsafe fn(&Product<f32>, usize, usize),
+    pub(crate) block_turned: unsafe fn(&Product<f32>, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
     pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
@@ -25,6 +28,10 @@ pub(crate) struct Kernels {
     pub(crate) gelu_mul: unsafe fn(&[f32], &mut [f32]),
     pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
     pub(crate) rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
+    /// What the machine's limits are measured by.
+    pub(crate) read: unsafe fn(&[f32]) -> f32,
+    pub(crate) chains: unsafe fn(f32, usize) -> f32,
+    pub(crate) chains_of_pairs: unsafe fn([i16; 2], usize) -> f32,
 }
 
 /// Compiles every kernel for one instruction set: `$vectors` is the number of vectors in a panel's width.
@@ -36,9 +43,10 @@ macro_rules! kernels {
             type S = $simd;
 
             pub(super) static KERNELS: Kernels = Kernels {
+                lanes: S::LANES,
                 panel,
-                block_f32,
-                block_bf16,
+                block,
+                block_turned,
                 attend,
                 rms_norm,
                 add,
@@ -48,6 +56,9 @@ macro_rules! kernels {
                 gelu_mul,
                 quantise,
                 rotate,
+                read,
+                chains,
+                chains_of_pairs,
             };
 
             // SAFETY (of all): the caller has checked for the features, and keeps the generic kernel's contract.
@@ -57,14 +68,14 @@ macro_rules! kernels {
                 unsafe { gemm::panel::<S, $vectors>(panel) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn block_f32(product: &Product<f32>, num_rows: usize, num_columns: usize) {
+            unsafe fn block(product: &Product<f32>, num_rows: usize, num_columns: usize) {
                 // SAFETY: as above.
-                unsafe { tile::block::<S, f32>(*product, num_rows, num_columns) }
+                unsafe { tile::block::<S, false>(*product, num_rows, num_columns) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn block_bf16(product: &Product<Bf16>, num_rows: usize, num_columns: usize) {
+            unsafe fn block_turned(product: &Product<f32>, num_rows: usize, num_columns: usize) {
                 // SAFETY: as above.
-                unsafe { tile::block::<S, Bf16>(*product, num_rows, num_columns) }
+                unsafe { tile::block::<S, true>(*product, num_rows, num_columns) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {
@@ -103,12 +114,28 @@ macro_rules! kernels {
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
-                rowwise::quantise(x, limit, out);
+                // SAFETY: as above.
+                unsafe { rowwise::quantise::<S>(x, limit, out) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
                 // SAFETY: as above.
                 unsafe { rowwise::rotate::<S>(head, cos, sin) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn read(numbers: &[f32]) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::read::<S>(numbers) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn chains(factor: f32, length: usize) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::chains::<S>(factor, length) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn chains_of_pairs(pair: [i16; 2], length: usize) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::chains_of_pairs::<S>(pair, length) }
             }
         }
     };

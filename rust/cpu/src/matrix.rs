@@ -150,9 +150,8 @@ impl Matrix {
         self.panel_bytes
     }
 
-    /// The first byte of a panel; beyond the last one, of the first.
+    /// The first byte of a panel.
     pub(crate) fn panel(&self, index: usize) -> *const u8 {
-        let index = if index < self.num_panels() { index } else { 0 };
         self.data
             .as_ptr()
             .cast::<u8>()

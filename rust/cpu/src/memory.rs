@@ -23,6 +23,16 @@ impl Buffer {
         self.lines.len() * LINE_FLOATS
     }
 
+    pub(crate) fn as_slice(&self) -> &[f32] {
+        // SAFETY: lines are numbers side by side.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.capacity()) }
+    }
+
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [f32] {
+        // SAFETY: as above, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(), self.capacity()) }
+    }
+
     pub(crate) fn as_ptr(&self) -> *const f32 {
         self.lines.as_ptr().cast()
     }

@@ -140,6 +140,28 @@ impl Stage {
         }
     }
 
+    /// Of an op on rows: what it does.
+    fn name(&self) -> &'static str {
+        match self {
+            Stage::Embed { .. } => "embed",
+            Stage::Norm { .. } => "norm",
+            Stage::AddNorm { .. } => "add and norm",
+            Stage::Add { .. } => "add",
+            Stage::Scale { .. } => "scale",
+            Stage::Softcap { .. } => "softcap",
+            Stage::QkNorm { .. } => "norm of heads",
+            Stage::Angles { .. } => "angles",
+            Stage::Rotate { .. } => "rotate and store",
+            Stage::Store { .. } => "store",
+            Stage::SiluMul { .. } => "silu and multiply",
+            Stage::GeluMul { .. } => "gelu and multiply",
+            Stage::Choose { .. } => "choose",
+            Stage::Quantise { .. } => "quantise",
+            Stage::Multiply { .. } => "linear",
+            Stage::Attend { .. } => "attention",
+        }
+    }
+
     /// The value whose rows it makes, or changes.
     fn rows_of(&self) -> Value {
         match *self {
@@ -192,25 +214,31 @@ impl Units {
     }
 }
 
-/// Where its time went, in nanoseconds, as the caller's thread saw it (waits included), since the program was built.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StageTimes {
-    /// Products, but for the head's.
-    pub gemm_ns: u64,
-    /// The product that makes logits.
-    pub head_ns: u64,
-    /// Attention.
-    pub attention_ns: u64,
-    /// All other ops, and waking the pool.
-    pub other_ns: u64,
+/// What a stage does, and how long it has taken since the program was built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StageTime {
+    /// What it does.
+    pub kind: StageKind,
+    /// As the caller's thread saw it, waits included; the first stage's has waking the pool in it.
+    pub ns: u64,
 }
 
-#[derive(Default)]
-struct Times {
-    gemm: AtomicU64,
-    head: AtomicU64,
-    attention: AtomicU64,
-    other: AtomicU64,
+/// What a stage does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StageKind {
+    /// A product with a matrix.
+    Linear {
+        /// Output features.
+        num_out: usize,
+        /// Input features.
+        num_in: usize,
+        /// Whether it makes logits.
+        is_head: bool,
+    },
+    /// Attention.
+    Attention,
+    /// An op on rows, by its name.
+    Rows(&'static str),
 }
 
 /// A model's forward, with its parameters and its pool.
@@ -236,7 +264,8 @@ pub struct Program {
     scratch: Vec<WorkerScratch>,
     checked_slots: Vec<i64>,
     pool: Pool,
-    times: Times,
+    /// Nanoseconds by stage.
+    times: Vec<AtomicU64>,
 }
 
 /// What a worker computes in.
@@ -299,6 +328,7 @@ impl Program {
             kernels: Kernels::of(builder.isa),
             num_logits_columns: builder.shapes[result.0].width,
             shared_units: builder.stages.iter().map(|_| Units::default()).collect(),
+            times: builder.stages.iter().map(|_| AtomicU64::new(0)).collect(),
             scratch: (0..num_workers)
                 .map(|_| WorkerScratch {
                     attention: Scratch::new(heads.iter().copied()),
@@ -318,7 +348,6 @@ impl Program {
             attention,
             checked_slots: Vec::new(),
             pool: Pool::new(num_workers)?,
-            times: Times::default(),
         })
     }
 
@@ -343,14 +372,24 @@ impl Program {
         4 * numbers + self.matrices.iter().map(Matrix::num_bytes).sum::<usize>()
     }
 
-    /// Where its time went so far.
-    pub fn times(&self) -> StageTimes {
-        let of = |time: &AtomicU64| time.load(Ordering::Relaxed);
-        StageTimes {
-            gemm_ns: of(&self.times.gemm),
-            head_ns: of(&self.times.head),
-            attention_ns: of(&self.times.attention),
-            other_ns: of(&self.times.other),
+    /// Where its time went so far, stage by stage.
+    pub fn times(&self) -> impl Iterator<Item = StageTime> {
+        let stages = self.stages.iter().zip(&self.times);
+        stages.map(|(stage, time)| StageTime {
+            kind: self.kind(stage),
+            ns: time.load(Ordering::Relaxed),
+        })
+    }
+
+    fn kind(&self, stage: &Stage) -> StageKind {
+        match *stage {
+            Stage::Multiply { matrix, out, .. } => StageKind::Linear {
+                num_out: self.matrices[matrix.0].num_out,
+                num_in: self.matrices[matrix.0].num_in,
+                is_head: self.shapes[out.0].is_logits,
+            },
+            Stage::Attend { .. } => StageKind::Attention,
+            _ => StageKind::Rows(stage.name()),
         }
     }
 
@@ -440,15 +479,8 @@ impl Program {
                 );
                 if worker.index == 0 {
                     let now = Instant::now();
-                    let time = match stage {
-                        Stage::Multiply { out, .. } if running.shapes[out.0].is_logits => {
-                            &times.head
-                        }
-                        Stage::Multiply { .. } => &times.gemm,
-                        Stage::Attend { .. } => &times.attention,
-                        _ => &times.other,
-                    };
-                    time.fetch_add((now - last).as_nanos() as u64, Ordering::Relaxed);
+                    let ns = (now - last).as_nanos() as u64;
+                    times[index].fetch_add(ns, Ordering::Relaxed);
                     last = now;
                 }
             }

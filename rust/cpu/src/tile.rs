@@ -17,7 +17,7 @@ const MAX_ROWS: usize = 6;
 /// `out[r][c] (+)= Σ x[r][p] · w[p][c]`.
 pub(crate) struct Product<E> {
     pub(crate) x: *const f32,
-    /// From a row of `x` to the next.
+    /// From a row of `x` to the next; where `x` is turned, from an input to the next, and rows lie side by side.
     pub(crate) x_stride: usize,
     pub(crate) w: *const E,
     /// From an input's columns to the next one's.
@@ -40,7 +40,10 @@ impl<E> Clone for Product<E> {
 impl<E> Copy for Product<E> {}
 
 #[inline(always)]
-unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize>(t: Product<E>, lines: usize) {
+unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize, const TURNED: bool>(
+    t: Product<E>,
+    lines: usize,
+) {
     let mut sums = [[S::splat(0.0); N]; R];
     if t.adds {
         for r in 0..R {
@@ -63,7 +66,12 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize>(t: Product<E
                 w[n] = E::load::<S>(t.w.add(p * t.w_stride + n * S::LANES));
             }
             for r in 0..R {
-                let x = S::splat(*t.x.add(r * t.x_stride + p));
+                let place = if TURNED {
+                    p * t.x_stride + r
+                } else {
+                    r * t.x_stride + p
+                };
+                let x = S::splat(*t.x.add(place));
                 for n in 0..N {
                     sums[r][n] = S::fma(x, w[n], sums[r][n]);
                 }
@@ -80,7 +88,10 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize>(t: Product<E
 
 /// Some rows of `N` vectors of columns.
 #[inline(always)]
-pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize>(t: Product<E>, num_rows: usize) {
+pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize, const TURNED: bool>(
+    t: Product<E>,
+    num_rows: usize,
+) {
     let num_tiles = num_rows.div_ceil(MAX_ROWS);
     let num_chunks = t.num_in.div_ceil(CHUNK);
     // Lines of `next` for each chunk of each tile.
@@ -93,18 +104,18 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize>(t: Product<E>, nu
         // Even tiles: 8 rows are 4 and 4, for a tile of 2 would wait for its own sums.
         let count = (num_rows - row).div_ceil(num_tiles - index);
         let part = Product {
-            x: t.x.add(row * t.x_stride),
+            x: t.x.add(if TURNED { row } else { row * t.x_stride }),
             out: t.out.add(row * t.out_stride),
             next: t.next.wrapping_add(index * num_chunks * lines * 64),
             ..t
         };
         match count {
-            1 => tile::<S, E, 1, N>(part, lines),
-            2 => tile::<S, E, 2, N>(part, lines),
-            3 => tile::<S, E, 3, N>(part, lines),
-            4 => tile::<S, E, 4, N>(part, lines),
-            5 => tile::<S, E, 5, N>(part, lines),
-            _ => tile::<S, E, MAX_ROWS, N>(part, lines),
+            1 => tile::<S, E, 1, N, TURNED>(part, lines),
+            2 => tile::<S, E, 2, N, TURNED>(part, lines),
+            3 => tile::<S, E, 3, N, TURNED>(part, lines),
+            4 => tile::<S, E, 4, N, TURNED>(part, lines),
+            5 => tile::<S, E, 5, N, TURNED>(part, lines),
+            _ => tile::<S, E, MAX_ROWS, N, TURNED>(part, lines),
         }
         row += count;
     }
@@ -112,8 +123,8 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize>(t: Product<E>, nu
 
 /// Any numbers of rows and columns.
 #[inline(always)]
-pub(crate) unsafe fn block<S: Simd, E: Element>(
-    t: Product<E>,
+pub(crate) unsafe fn block<S: Simd, const TURNED: bool>(
+    t: Product<f32>,
     num_rows: usize,
     num_columns: usize,
 ) {
@@ -124,11 +135,11 @@ pub(crate) unsafe fn block<S: Simd, E: Element>(
         ..t
     };
     while column + 2 * S::LANES <= num_columns {
-        rows::<S, E, 2>(from(column), num_rows);
+        rows::<S, f32, 2, TURNED>(from(column), num_rows);
         column += 2 * S::LANES;
     }
     if column + S::LANES <= num_columns {
-        rows::<S, E, 1>(from(column), num_rows);
+        rows::<S, f32, 1, TURNED>(from(column), num_rows);
         column += S::LANES;
     }
     for row in 0..num_rows {
@@ -136,8 +147,12 @@ pub(crate) unsafe fn block<S: Simd, E: Element>(
             let out = t.out.add(row * t.out_stride + column);
             let mut sum = if t.adds { *out } else { 0.0 };
             for p in 0..t.num_in {
-                let w = (*t.w.add(p * t.w_stride + column)).get();
-                sum += *t.x.add(row * t.x_stride + p) * w;
+                let place = if TURNED {
+                    p * t.x_stride + row
+                } else {
+                    row * t.x_stride + p
+                };
+                sum += *t.x.add(place) * *t.w.add(p * t.w_stride + column);
             }
             *out = sum;
         }

@@ -19,9 +19,12 @@ class RecordedForward:
         self._is_first = True
 
     @property
-    def stage_us(self) -> tuple[int, int, int, int]:
-        """Microseconds so far in products, the head's product, attention and all other ops."""
-        return self.core.stage_us
+    def stage_us(self) -> dict[str, int]:
+        """Microseconds so far by what took them: "attention", and each kind of product and op by its name."""
+        totals: dict[str, int] = {}
+        for name, ns in self.core.stage_ns:
+            totals[name] = totals.get(name, 0) + ns
+        return {name: ns // 1000 for name, ns in totals.items()}
 
     def run(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Logits `[num_logits, vocab_size]` float32 of one step, whose K and V are in the cache then."""

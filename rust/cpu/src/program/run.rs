@@ -84,15 +84,8 @@ impl Running<'_> {
     pub(super) fn units_of(&self, stage: &Stage) -> (usize, usize) {
         match *stage {
             Stage::Multiply { matrix, out, .. } => {
-                let has_rows = self.num_rows(out) > 0;
-                (
-                    if has_rows {
-                        self.matrices[matrix.0].num_panels()
-                    } else {
-                        0
-                    },
-                    1,
-                )
+                let num_units = gemm::num_units(self.num_rows(out), &self.matrices[matrix.0]);
+                (num_units, 1)
             }
             Stage::Attend { heads, .. } => (self.attention_units.len() * heads.num_kv_heads, 1),
             _ => {

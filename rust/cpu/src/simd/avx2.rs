@@ -90,6 +90,15 @@ impl Simd for Avx2 {
         _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
     }
     #[inline(always)]
+    unsafe fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+        let pairs = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        let sums = _mm_add_ps(
+            _mm256_castps256_ps128(pairs),
+            _mm256_extractf128_ps::<1>(pairs),
+        );
+        std::mem::transmute::<__m128, [f32; 4]>(sums)
+    }
+    #[inline(always)]
     unsafe fn largest(x: __m256) -> f32 {
         let half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         let pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
@@ -119,5 +128,12 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn to_f32(x: __m256i) -> __m256 {
         _mm256_cvtepi32_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn store_i16(to: *mut i16, x: __m256) {
+        let whole = _mm256_cvtps_epi32(x);
+        let low = _mm256_castsi256_si128(whole);
+        let high = _mm256_extracti128_si256::<1>(whole);
+        _mm_storeu_si128(to.cast(), _mm_packs_epi32(low, high));
     }
 }

@@ -88,6 +88,26 @@ impl Simd for Avx512 {
         _mm512_reduce_add_ps(x)
     }
     #[inline(always)]
+    unsafe fn sums(x: [__m512; 4]) -> [f32; 4] {
+        // In each quarter of a vector, then over the quarters.
+        let [a, b, c, d] = x;
+        let low = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        let high = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        let quarters = _mm512_add_ps(
+            _mm512_shuffle_ps::<0b01_00_01_00>(low, high),
+            _mm512_shuffle_ps::<0b11_10_11_10>(low, high),
+        );
+        let halves = _mm256_add_ps(
+            _mm512_castps512_ps256(quarters),
+            _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(quarters))),
+        );
+        let sums = _mm_add_ps(
+            _mm256_castps256_ps128(halves),
+            _mm256_extractf128_ps::<1>(halves),
+        );
+        std::mem::transmute::<__m128, [f32; 4]>(sums)
+    }
+    #[inline(always)]
     unsafe fn largest(x: __m512) -> f32 {
         _mm512_reduce_max_ps(x)
     }
@@ -115,5 +135,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn to_f32(x: __m512i) -> __m512 {
         _mm512_cvtepi32_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn store_i16(to: *mut i16, x: __m512) {
+        let whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x));
+        _mm256_storeu_si256(to.cast(), whole);
     }
 }

@@ -12,9 +12,6 @@
     reason = "each is one instruction or a few, and the contract is the module's"
 )]
 
-use crate::kernels::Kernels;
-use crate::tile::Product;
-
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -50,6 +47,8 @@ pub(crate) trait Simd {
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
     unsafe fn sum(x: Self::V) -> f32;
+    /// The sums of four vectors.
+    unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
     /// Asks for a cache line, for the second level.
     unsafe fn prefetch(at: *const u8);
@@ -64,6 +63,8 @@ pub(crate) trait Simd {
     /// `sums + a0 * b0 + a1 * b1` by lane, of pairs of 16-bit numbers.
     unsafe fn dot_pairs(sums: Self::I, a: Self::I, b: Self::I) -> Self::I;
     unsafe fn to_f32(x: Self::I) -> Self::V;
+    /// `LANES` nearest whole numbers, ties to even; those beyond 16 bits are anything.
+    unsafe fn store_i16(to: *mut i16, x: Self::V);
 
     /// `e` to the power of `x`, within 2 units in the last place; inputs are held within ±87.
     #[inline(always)]
@@ -101,8 +102,6 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     fn get(self) -> f32;
     fn of(x: f32) -> Self;
-    /// The kernel that multiplies with such numbers.
-    fn block(kernels: &Kernels) -> unsafe fn(&Product<Self>, usize, usize);
 }
 
 impl Element for f32 {
@@ -117,9 +116,6 @@ impl Element for f32 {
     #[inline(always)]
     fn of(x: f32) -> f32 {
         x
-    }
-    fn block(kernels: &Kernels) -> unsafe fn(&Product<f32>, usize, usize) {
-        kernels.block_f32
     }
 }
 
@@ -145,9 +141,6 @@ impl Element for Bf16 {
             return Bf16((bits >> 16) as u16 | 0x40);
         }
         Bf16(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
-    }
-    fn block(kernels: &Kernels) -> unsafe fn(&Product<Bf16>, usize, usize) {
-        kernels.block_bf16
     }
 }
 

@@ -99,6 +99,10 @@ impl Simd for Portable {
         ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
     }
     #[inline(always)]
+    unsafe fn sums(x: [V; 4]) -> [f32; 4] {
+        x.map(|x| Self::sum(x))
+    }
+    #[inline(always)]
     unsafe fn largest(x: V) -> f32 {
         x.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
@@ -128,6 +132,11 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn to_f32(x: Self::I) -> V {
         each(|i| x[i] as f32)
+    }
+    #[inline(always)]
+    unsafe fn store_i16(to: *mut i16, x: V) {
+        to.cast::<[i16; LANES]>()
+            .write_unaligned(x.map(|x| x.round_ties_even() as i16));
     }
 }
 

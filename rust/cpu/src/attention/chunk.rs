@@ -1,0 +1,127 @@
+//! Several queries with a tile of keys: two products, with a softmax between.
+//!
+//! Scores lie key by key, with the rows (queries × heads) side by side: so K is read as it is stored, maxima and totals
+//! of rows are vectors, and what causality or the window hides from rows is a range of them.
+
+use super::{Attend, Tile, Work, ask};
+use crate::simd::{Element, Simd};
+use crate::tile::Product;
+
+/// # Safety
+/// As for `attend`; the unit has several queries.
+#[inline(always)]
+pub(super) unsafe fn tile<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, next: &Tile) {
+    gather::<S, E>(a.keys.cast(), w.keys, w.dim, tile);
+    gather::<S, E>(a.values.cast(), w.values, w.dim, tile);
+    let scores = Product {
+        x: w.keys.cast_const(),
+        x_stride: w.dim,
+        w: w.queries.cast_const(),
+        w_stride: w.row_stride,
+        num_in: w.dim,
+        out: w.scores,
+        out_stride: w.row_stride,
+        adds: false,
+        next: std::ptr::null(),
+        next_bytes: 0,
+    };
+    (a.kernels.block)(&scores, tile.len(), w.row_stride);
+    softmax::<S, E>(a, w, tile, next);
+    let sums = Product {
+        x: w.scores.cast_const(),
+        x_stride: w.row_stride,
+        w: w.values.cast_const(),
+        w_stride: w.dim,
+        num_in: tile.len(),
+        out: w.sums,
+        out_stride: w.dim,
+        adds: true,
+        ..scores
+    };
+    (a.kernels.block_turned)(&sums, w.num_rows, w.dim);
+}
+
+/// The heads of a tile's keys, or values, one after another.
+#[inline(always)]
+unsafe fn gather<S: Simd, E: Element>(from: *const E, to: *mut f32, dim: usize, tile: &Tile) {
+    let num_whole = dim / S::LANES * S::LANES;
+    for i in 0..tile.len() {
+        let (head, to) = (from.add(tile.offsets[i]), to.add(i * dim));
+        for d in (0..num_whole).step_by(S::LANES) {
+            S::store(to.add(d), E::load::<S>(head.add(d)));
+        }
+        for d in num_whole..dim {
+            *to.add(d) = (*head.add(d)).get();
+        }
+    }
+}
+
+/// Turns scores into weights, and rescales what was summed.
+#[inline(always)]
+unsafe fn softmax<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, next: &Tile) {
+    let n = tile.len();
+    if let Some(cap) = a.options.softcap {
+        let cap = S::splat(cap);
+        for at in (0..n * w.row_stride).step_by(S::LANES) {
+            let x = S::div(S::load(w.scores.add(at)), cap);
+            S::store(w.scores.add(at), S::mul(S::tanh(x), cap));
+        }
+    }
+    hide(a, w, tile, f32::NEG_INFINITY);
+    // What comes next is asked for a little at a time.
+    let num_asked = (next.len() * S::LANES).div_ceil(w.row_stride);
+    let mut asked = next.offsets[..next.len()].chunks(num_asked.max(1));
+    for column in (0..w.row_stride).step_by(S::LANES) {
+        for &offset in asked.next().unwrap_or_default() {
+            ask::<S, E>(a, offset);
+        }
+        let scores = w.scores.add(column);
+        let old = S::load(w.maxima.add(column));
+        let mut new = old;
+        for i in 0..n {
+            new = S::max(new, S::load(scores.add(i * w.row_stride)));
+        }
+        for i in 0..n {
+            let score = scores.add(i * w.row_stride);
+            S::store(score, S::exp(S::sub(S::load(score), new)));
+        }
+        S::store(w.maxima.add(column), new);
+        // Where nothing was seen before, sums and total are 0, whatever they are multiplied by.
+        S::store(w.keeps.add(column), S::exp(S::sub(old, new)));
+    }
+    hide(a, w, tile, 0.0);
+    for column in (0..w.row_stride).step_by(S::LANES) {
+        let mut sum = S::splat(0.0);
+        for i in 0..n {
+            sum = S::add(sum, S::load(w.scores.add(i * w.row_stride + column)));
+        }
+        let (total, keep) = (w.totals.add(column), S::load(w.keeps.add(column)));
+        S::store(total, S::fma(S::load(total), keep, sum));
+    }
+    for r in 0..w.num_rows {
+        let keep = *w.keeps.add(r);
+        if keep < 1.0 {
+            let sums = w.sums.add(r * w.dim);
+            for d in 0..w.dim {
+                *sums.add(d) *= keep;
+            }
+        }
+    }
+}
+
+/// Overwrites the scores of keys that rows do not see.
+#[inline(always)]
+unsafe fn hide(a: &Attend<'_>, w: &Work, tile: &Tile, with: f32) {
+    for key in tile.from..tile.to {
+        let scores = w.scores.add((key - tile.from) * w.row_stride);
+        // Queries before the key, and those whose window begins behind it.
+        let before = key.saturating_sub(a.unit.position) * w.group;
+        let behind = match a.options.window {
+            Some(window) => (key + window).saturating_sub(a.unit.position) * w.group,
+            None => w.num_rows,
+        };
+        for r in (0..before.min(w.num_rows)).chain(behind.min(w.num_rows)..w.num_rows) {
+            *scores.add(r) = with;
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! One query with a tile of keys: K and V are read where they lie, each key once for all heads of a group.
+
+use super::{Attend, TILE, Tile, Work, ask};
+use crate::simd::{Element, Simd};
+
+/// Keys whose scores are computed side by side.
+const KEYS: usize = 4;
+
+/// # Safety
+/// As for `attend`; the unit has one query.
+#[inline(always)]
+pub(super) unsafe fn tile<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, next: &Tile) {
+    let n = tile.len();
+    let (keys, values) = (a.keys.cast::<E>(), a.values.cast::<E>());
+    for i in (0..n).step_by(KEYS) {
+        let mut k = [keys; KEYS];
+        for j in 0..KEYS {
+            k[j] = keys.add(tile.offsets[(i + j).min(n - 1)]);
+        }
+        for &offset in &next.offsets[i.min(next.len())..(i + KEYS).min(next.len())] {
+            ask::<S, E>(a, offset);
+        }
+        let mut r = 0;
+        while r < w.num_rows {
+            // What is left goes in threes; four as two and two, so that one of them does not wait for its own sums.
+            let count = match w.num_rows - r {
+                count @ 1..=3 => count,
+                4 => 2,
+                _ => 3,
+            };
+            match count {
+                1 => scores::<S, E, 1>(w, r, i, k),
+                2 => scores::<S, E, 2>(w, r, i, k),
+                _ => scores::<S, E, 3>(w, r, i, k),
+            }
+            r += count;
+        }
+    }
+    let first = match a.options.window {
+        Some(window) => (a.unit.position + 1).saturating_sub(window),
+        None => 0,
+    };
+    for r in 0..w.num_rows {
+        softmax::<S>(a, w, r, n, first.clamp(tile.from, tile.to) - tile.from);
+    }
+    let mut r = 0;
+    while r < w.num_rows {
+        match w.num_rows - r {
+            1 => weigh::<S, E, 1>(w, r, values, tile),
+            2 => weigh::<S, E, 2>(w, r, values, tile),
+            _ => weigh::<S, E, 3>(w, r, values, tile),
+        }
+        r += 3;
+    }
+}
+
+/// Scores of some heads with four keys.
+#[inline(always)]
+unsafe fn scores<S: Simd, E: Element, const R: usize>(
+    w: &Work,
+    row: usize,
+    place: usize,
+    k: [*const E; KEYS],
+) {
+    let queries = w.queries.add(row * w.dim);
+    let mut sums = [[S::splat(0.0); KEYS]; R];
+    let num_whole = w.dim / S::LANES * S::LANES;
+    for d in (0..num_whole).step_by(S::LANES) {
+        let mut q = [S::splat(0.0); R];
+        for r in 0..R {
+            q[r] = S::load(queries.add(r * w.dim + d));
+        }
+        for j in 0..KEYS {
+            let key = E::load::<S>(k[j].add(d));
+            for r in 0..R {
+                sums[r][j] = S::fma(q[r], key, sums[r][j]);
+            }
+        }
+    }
+    for r in 0..R {
+        let mut totals = S::sums(sums[r]);
+        for d in num_whole..w.dim {
+            let q = *queries.add(r * w.dim + d);
+            for j in 0..KEYS {
+                totals[j] += q * (*k[j].add(d)).get();
+            }
+        }
+        let to = w.scores.add((row + r) * TILE + place);
+        to.cast::<[f32; KEYS]>().write_unaligned(totals);
+    }
+}
+
+/// Turns a row's `n` scores into weights, of which those before `first` are 0, and rescales what it has summed.
+#[inline(always)]
+unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, row: usize, n: usize, first: usize) {
+    let scores = w.scores.add(row * TILE);
+    let padded = n.next_multiple_of(S::LANES);
+    if let Some(cap) = a.options.softcap {
+        for i in (0..padded).step_by(S::LANES) {
+            let x = S::div(S::load(scores.add(i)), S::splat(cap));
+            S::store(scores.add(i), S::mul(S::tanh(x), S::splat(cap)));
+        }
+    }
+    for i in (0..first).chain(n..padded) {
+        *scores.add(i) = f32::NEG_INFINITY;
+    }
+    let mut maxima = S::splat(f32::NEG_INFINITY);
+    for i in (0..padded).step_by(S::LANES) {
+        maxima = S::max(maxima, S::load(scores.add(i)));
+    }
+    let old = *w.maxima.add(row);
+    let new = S::largest(maxima).max(old);
+    for i in (0..padded).step_by(S::LANES) {
+        let x = S::sub(S::load(scores.add(i)), S::splat(new));
+        S::store(scores.add(i), S::exp(x));
+    }
+    for i in (0..first).chain(n..padded) {
+        *scores.add(i) = 0.0;
+    }
+    let mut sums = S::splat(0.0);
+    for i in (0..padded).step_by(S::LANES) {
+        sums = S::add(sums, S::load(scores.add(i)));
+    }
+    let total = w.totals.add(row);
+    if new > old {
+        let keep = if old == f32::NEG_INFINITY {
+            0.0
+        } else {
+            (old - new).exp()
+        };
+        *total *= keep;
+        let sums = w.sums.add(row * w.dim);
+        for d in 0..w.dim {
+            *sums.add(d) *= keep;
+        }
+        *w.maxima.add(row) = new;
+    }
+    *total += S::sum(sums);
+}
+
+/// Adds the tile's V, weighted, to the sums of some heads.
+#[inline(always)]
+unsafe fn weigh<S: Simd, E: Element, const R: usize>(
+    w: &Work,
+    row: usize,
+    values: *const E,
+    tile: &Tile,
+) {
+    let mut d = 0;
+    while d + 4 * S::LANES <= w.dim {
+        weigh_columns::<S, E, R, 4>(w, row, d, values, tile);
+        d += 4 * S::LANES;
+    }
+    while d + S::LANES <= w.dim {
+        weigh_columns::<S, E, R, 1>(w, row, d, values, tile);
+        d += S::LANES;
+    }
+    for r in row..row + R {
+        for d in d..w.dim {
+            let sum = w.sums.add(r * w.dim + d);
+            for i in 0..tile.len() {
+                let value = (*values.add(tile.offsets[i] + d)).get();
+                *sum += *w.scores.add(r * TILE + i) * value;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn weigh_columns<S: Simd, E: Element, const R: usize, const N: usize>(
+    w: &Work,
+    row: usize,
+    column: usize,
+    values: *const E,
+    tile: &Tile,
+) {
+    let to = w.sums.add(row * w.dim + column);
+    let scores = w.scores.add(row * TILE);
+    let mut sums = [[S::splat(0.0); N]; R];
+    for r in 0..R {
+        for n in 0..N {
+            sums[r][n] = S::load(to.add(r * w.dim + n * S::LANES));
+        }
+    }
+    for i in 0..tile.len() {
+        let value = values.add(tile.offsets[i] + column);
+        let mut share = [S::splat(0.0); R];
+        for r in 0..R {
+            share[r] = S::splat(*scores.add(r * TILE + i));
+        }
+        for n in 0..N {
+            let v = E::load::<S>(value.add(n * S::LANES));
+            for r in 0..R {
+                sums[r][n] = S::fma(share[r], v, sums[r][n]);
+            }
+        }
+    }
+    for r in 0..R {
+        for n in 0..N {
+            S::store(to.add(r * w.dim + n * S::LANES), sums[r][n]);
+        }
+    }
+}
