@@ -13,7 +13,11 @@ const NUM_TURNS: u32 = 20;
 pub(crate) const CASES: [(&str, u32, f64); 4] = [
     ("abort one of so many that wait", 100_000, 1.3),
     ("plan while so many are blocked", 5_000, 1.3),
-    ("plan while a cached prompt of so many tokens is blocked", 32_768, 1.3),
+    (
+        "plan while a cached prompt of so many tokens is blocked",
+        32_768,
+        1.3,
+    ),
     ("plan that preempts 7 of 16 of so many that run", 1024, 2.3),
 ];
 

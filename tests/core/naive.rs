@@ -496,8 +496,7 @@ impl Naive {
     /// A policy of one's own says where those stand that have got in line.
     fn score_changed(&mut self) {
         for handle in core::mem::take(&mut self.changed) {
-            let is_waiting =
-                |sequence: &Sequence| sequence.state == State::Waiting;
+            let is_waiting = |sequence: &Sequence| sequence.state == State::Waiting;
             if self.config.key == KeyPolicy::Own
                 && self.sequences.get(&handle).is_some_and(is_waiting)
             {

@@ -270,9 +270,8 @@ impl Naive {
     }
 
     pub(super) fn learn(&mut self, handle: u64, num_output: u32, is_whole: bool) {
-        let predicts =
-            self.config.admission == Admission::Peak
-                || matches!(self.config.key, KeyPolicy::Sjf | KeyPolicy::Own);
+        let predicts = self.config.admission == Admission::Peak
+            || matches!(self.config.key, KeyPolicy::Sjf | KeyPolicy::Own);
         if num_output > 0 && predicts {
             let tenant = self.sequence(handle).ask.tenant;
             self.tenants
@@ -474,7 +473,8 @@ impl Naive {
         if self.config.admission != Admission::Peak || self.handles(State::Running).is_empty() {
             return Outlook::Fits;
         }
-        let fits_at_most = self.outstanding() + self.limit_blocks(handle) - num_shared <= num_available;
+        let fits_at_most =
+            self.outstanding() + self.limit_blocks(handle) - num_shared <= num_available;
         let spacing = self.spacing(handle);
         let is_early = self.next_step * 64 < self.next_entry;
         if fits_at_most && (!is_early || spacing.is_none()) {

@@ -148,7 +148,10 @@ fn an_adapter_that_has_no_room_is_passed_no_more_often_than_the_bound_says() {
     let other = submit(&mut world, 2);
     let without = submit(&mut world, 0);
     let view = world.plan().expect("there is work");
-    assert!(view.row_of(without).is_some(), "one without an adapter needs no room");
+    assert!(
+        view.row_of(without).is_some(),
+        "one without an adapter needs no room"
+    );
     assert!(view.row_of(other).is_none());
     let mut num_turns = 0;
     while world.account(other).phase == Phase::New {
@@ -269,7 +272,11 @@ fn prefills_that_go_first_let_no_decode_pause_for_longer_than_the_bound_says() {
         assert!(pause <= MAX_PAUSED_STEPS, "{pause} steps");
         longest.set(longest.get().max(pause));
     });
-    assert_eq!(longest.get(), MAX_PAUSED_STEPS, "somebody paused as long as may be");
+    assert_eq!(
+        longest.get(),
+        MAX_PAUSED_STEPS,
+        "somebody paused as long as may be"
+    );
 }
 
 #[test]
@@ -325,7 +332,10 @@ fn a_step_is_cut_to_its_target_once_its_costs_are_known() {
             world.submit(&Ask::sized(turn, len, 100));
         }
         while let Some(view) = world.plan() {
-            let is_cut = view.rows.iter().any(|row| row.count > 1 && !row.has(flags::SAMPLES));
+            let is_cut = view
+                .rows
+                .iter()
+                .any(|row| row.count > 1 && !row.has(flags::SAMPLES));
             if turn > 100 && is_cut {
                 let us = linear_us(&view);
                 (longest, shortest) = (longest.max(us), shortest.min(us));
@@ -335,7 +345,10 @@ fn a_step_is_cut_to_its_target_once_its_costs_are_known() {
         world.run();
         world.commit();
     }
-    assert!(num_chunks > 100, "{num_chunks} steps with a prompt that was cut");
+    assert!(
+        num_chunks > 100,
+        "{num_chunks} steps with a prompt that was cut"
+    );
     // A block is 16 tokens, and a chunk is whole blocks.
     assert!(longest <= 12_600, "{longest} us");
     assert!(shortest >= 10_500, "{shortest} us");
@@ -392,7 +405,10 @@ fn num_computed(key: KeyPolicy, max_prefix_waits: u32) -> (i64, Vec<u32>) {
         .map(|record| record.num_prefill_tokens)
         .sum();
     let hits = world.ledger.accounts.values();
-    (num_prefilled, hits.map(|account| account.num_hit_tokens).collect())
+    (
+        num_prefilled,
+        hits.map(|account| account.num_hit_tokens).collect(),
+    )
 }
 
 #[test]
@@ -404,5 +420,8 @@ fn who_begins_with_a_block_that_is_being_computed_waits_for_it_under_prefix() {
     let (at_once, _) = num_computed(KeyPolicy::Prefix, 0);
     let (in_order, _) = num_computed(KeyPolicy::Priority, 100);
     assert!(least < bounded, "{least}, {bounded}");
-    assert!(bounded <= at_once && at_once <= in_order, "{bounded}, {at_once}, {in_order}");
+    assert!(
+        bounded <= at_once && at_once <= in_order,
+        "{bounded}, {at_once}, {in_order}"
+    );
 }

@@ -99,7 +99,10 @@ impl Scheduler {
         self.check_sums();
         self.check_tier();
         self.check_adapters();
-        let deadlines = self.arena.iter().filter(|(_, sequence)| !sequence.is_ghost());
+        let deadlines = self
+            .arena
+            .iter()
+            .filter(|(_, sequence)| !sequence.is_ghost());
         let first = deadlines
             .filter_map(|(_, sequence)| sequence.standing.expires_us)
             .min();

@@ -131,6 +131,10 @@ impl CostModel {
     pub(crate) fn figures(&self) -> [u64; 3] {
         let ns = |coefficient: i128, num: i128| ((coefficient * num * 1000) >> FRACTION) as u64;
         let [token, keys, fixed] = self.coefficients;
-        [ns(fixed, 1), ns(token, 1), ns(keys, 1024 / i128::from(KEYS))]
+        [
+            ns(fixed, 1),
+            ns(token, 1),
+            ns(keys, 1024 / i128::from(KEYS)),
+        ]
     }
 }

@@ -418,9 +418,7 @@ impl Scheduler {
         let displaces = match self.outlook(slot, &need) {
             Outlook::Fits => false,
             Outlook::Later => return Entry::Closed,
-            Outlook::Exceeds
-                if self.may_displace(slot) && self.fits_beside_equals(slot, &need) =>
-            {
+            Outlook::Exceeds if self.may_displace(slot) && self.fits_beside_equals(slot, &need) => {
                 true
             }
             Outlook::Exceeds => return in_vain,

@@ -20,7 +20,11 @@ impl Scheduler {
             self.place_lines();
             let account = self.arena[slot].standing.account;
             let is_back = self.accounts.get(account).num_waiting == 0;
-            let least = if is_back { self.queue.least_place() } else { None };
+            let least = if is_back {
+                self.queue.least_place()
+            } else {
+                None
+            };
             self.accounts.join(account, least);
         }
         let turn = self.turn(slot);

@@ -125,8 +125,8 @@ impl Scheduler {
             let resident = *self.residents.get(next);
             next += 1;
             let (handle, slot) = (resident.handle, resident.handle.slot());
-            if !resident.has_left()
-                && !(PREFILLS_WENT_FIRST && self.has_prefill(slot))
+            let is_out = resident.has_left() || PREFILLS_WENT_FIRST && self.has_prefill(slot);
+            if !is_out
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
