@@ -353,7 +353,7 @@ fn a_step_is_cut_to_its_target_once_its_costs_are_known() {
     assert!(longest <= 12_600, "{longest} us");
     assert!(shortest >= 10_500, "{shortest} us");
     let [fixed, token, keys] = world.core.step_cost_ns();
-    assert!((1500_000..2500_000).contains(&fixed), "{fixed} ns a step");
+    assert!((1_500_000..2_500_000).contains(&fixed), "{fixed} ns a step");
     assert!((28_000..33_000).contains(&token), "{token} ns a token");
     assert!((13_000..19_000).contains(&keys), "{keys} ns for 1,024 keys");
     assert_eq!(replay(world.core.recording()), Ok(world.digests));
