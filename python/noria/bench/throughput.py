@@ -5,7 +5,7 @@ batching makes the same number of tokens for each request.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -79,6 +79,8 @@ class ThroughputRun:
         stage_s: seconds by stage. Engine thread: `plan`, `commit`; runner thread: `expand`, `forward`,
             `sample`; `text` is 0, as ids go in and come out.
         runner_idle_share: share of its time that the runner waited for work.
+        forward_s: seconds of the forward by what took them, where the backend knows: products by their shape,
+            "attention", and the small ops by name.
         limit_share: the least time that its steps can take on this machine, of `wall_s`; None where that is
             not known.
     """
@@ -107,7 +109,21 @@ class ThroughputRun:
     e2e_ms: Percentiles
     stage_s: dict[str, float]
     runner_idle_share: float
+    forward_s: dict[str, float]
     limit_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model that runs are explained by.
+
+    Attributes:
+        limit: what bounds its steps; None where that is not measured.
+        forward_us: microseconds of its forward so far, by what took them; None where nobody knows.
+    """
+
+    limit: Limit | None = None
+    forward_us: Callable[[], dict[str, int]] | None = None
 
 
 class EngineFactory(Protocol):
@@ -154,7 +170,7 @@ def run_throughput(
     workload: Workload,
     *,
     repeat: int = 0,
-    limit: Limit | None = None,
+    facts: Facts = Facts(),
     on_start: Callable[[], None] | None = None,
     on_events: OnEvents | None = None,
 ) -> ThroughputRun:
@@ -165,7 +181,7 @@ def run_throughput(
         config: of the engine; its `batching` is what is measured.
         workload: what is asked.
         repeat: kept in the result.
-        limit: what bounds the steps, for `limit_share`.
+        facts: of the model, for `limit_share` and `forward_s`.
         on_start: called when all is submitted and the first step is about to run.
         on_events: called after each turn; its time counts as wall time.
 
@@ -180,6 +196,7 @@ def run_throughput(
             before = engine.stats()
             log = _EventLog()
             steps = _StepLog(engine)
+            before_us = {} if facts.forward_us is None else facts.forward_us()
             started = perf_counter()
             for number, request in enumerate(workload.requests):
                 _submit(engine, number, request.prompt_token_ids, request.max_tokens)
@@ -195,11 +212,16 @@ def run_throughput(
                 if on_events is not None:
                     on_events(engine, events)
             stats = engine.stats() - before
-            least_s = None if limit is None else limit.seconds(steps.records(), workload)
+            after_us = {} if facts.forward_us is None else facts.forward_us()
+            least_s = None if facts.limit is None else facts.limit.seconds(steps.records(), workload)
     finally:
         engine.close()
-    latencies = log.latencies(workload, started)
-    return _result(config.batching, repeat, workload, stats, latencies, least_s)
+    run = _result(config.batching, repeat, workload, stats, log.latencies(workload, started))
+    return replace(
+        run,
+        forward_s={name: (us - before_us.get(name, 0)) / 1e6 for name, us in after_us.items()},
+        limit_share=None if least_s is None else least_s / run.wall_s,
+    )
 
 
 def _submit(engine: Engine, number: int, prompt: npt.NDArray[np.int32], max_tokens: int) -> None:
@@ -316,7 +338,6 @@ def _result(
     workload: Workload,
     stats: EngineStats,
     latencies: _Latencies,
-    least_s: float | None,
 ) -> ThroughputRun:
     num_prompt_tokens = int(workload.prompt_lengths.sum())
     num_output_tokens = stats.num_output_tokens
@@ -352,7 +373,8 @@ def _result(
             "text": stats.text_us / 1e6,
         },
         runner_idle_share=stats.runner_idle_share,
-        limit_share=None if least_s is None else least_s / latencies.wall_s,
+        forward_s={},
+        limit_share=None,
     )
 
 
@@ -362,7 +384,7 @@ def run_batchings(
     workload: Workload,
     *,
     num_repeats: int = 1,
-    limit: Limit | None = None,
+    facts: Facts = Facts(),
     on_run: Callable[[str, int], None] | None = None,
     on_events: OnEvents | None = None,
 ) -> list[ThroughputRun]:
@@ -383,7 +405,7 @@ def run_batchings(
                     config,
                     workload,
                     repeat=repeat,
-                    limit=limit,
+                    facts=facts,
                     on_start=on_start,
                     on_events=on_events,
                 )
