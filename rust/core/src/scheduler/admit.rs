@@ -268,6 +268,7 @@ impl Scheduler {
         let sequence = &self.arena[slot];
         let seat = sequence.seat().expect("a resident has a seat");
         let num_hits = self.pass.hits.len() as u32;
+        let num_shared = self.num_shared_hits();
         let start = sequence.num_planned + num_hits * block_size;
         let reach = (self.kv.len(seat) + num_hits + self.num_available_beside_hits()) * block_size;
         if reach <= start {
@@ -275,11 +276,6 @@ impl Scheduler {
         }
         let end = (start + num_tokens).min(reach);
         let held_before = self.kv.len(seat);
-        let num_shared = if num_hits > 0 {
-            self.num_shared_hits()
-        } else {
-            0
-        };
         for i in 0..self.pass.hits.len() {
             self.kv.push_hit(seat, self.pass.hits[i]);
         }
