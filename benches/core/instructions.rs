@@ -16,8 +16,9 @@ use noria_core::KeyPolicy;
 use workload::{Meter, SteadyDecode, Verb};
 
 const SIZES: [u32; 4] = [64, 256, 1024, 4096];
-/// Instructions a sequence-step, at most; all verbs together.
+/// Instructions a sequence-step, at most; all verbs together. What a step costs whatever runs in it shows at 64.
 const MAX_PER_ROW: f64 = 250.0;
+const MAX_PER_ROW_OF_64: f64 = 252.0;
 /// What a step of the second size may cost, in steps of the first.
 const GROWTH_SIZES: [u32; 2] = [256, 4096];
 const MAX_GROWTH: f64 = 17.0;
@@ -36,9 +37,11 @@ const POLICIES: [(&str, KeyPolicy); 6] = [
     ("priority", KeyPolicy::Priority),
     ("sjf", KeyPolicy::Sjf),
     ("deadline", KeyPolicy::Deadline),
-    ("fair", KeyPolicy::Fair),
     ("prefix", KeyPolicy::Prefix),
+    ("fair", KeyPolicy::Fair),
 ];
+/// Under the fair policy each output token is charged to its account beside.
+const MAX_PER_ROW_FAIR: f64 = 262.0;
 
 /// Each verb in a function of its own, which callgrind knows by its name.
 struct Counted;
@@ -105,7 +108,7 @@ fn main() -> ExitCode {
             true if is_trial => &GROWTH_SIZES,
             true => &SIZES,
         }),
-        report_policies(),
+        report_policies(if is_trial { &POLICIES[4..] } else { &POLICIES }),
         report_pool(),
         report_pressure(),
     ];
@@ -150,7 +153,12 @@ fn report(sizes: &[u32]) -> bool {
         let per_row = total / f64::from(num_rows);
         let step = total / f64::from(NUM_TURNS);
         println!("{running:7} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1} {step:21.0}");
-        is_within &= per_row <= MAX_PER_ROW;
+        is_within &= per_row
+            <= if running > 64 {
+                MAX_PER_ROW
+            } else {
+                MAX_PER_ROW_OF_64
+            };
         per_step.insert(running, step);
     }
     if let [Some(small), Some(large)] = GROWTH_SIZES.map(|running| per_step.get(&running)) {
@@ -165,15 +173,20 @@ fn report(sizes: &[u32]) -> bool {
 }
 
 /// A sequence-step under each policy, at the size that the limit is for.
-fn report_policies() -> bool {
+fn report_policies(policies: &[(&str, KeyPolicy)]) -> bool {
     println!("instructions a sequence-step with {POLICY_SIZE} running and 64 tenants, by policy");
     let mut is_within = true;
-    for (name, _) in POLICIES {
+    for &(name, _) in policies {
         let (num_rows, counts) = count(&[&POLICY_SIZE.to_string(), "64", name], COUNTED_VERBS);
         let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
         let per_row = submit + plan + commit;
         println!("{name:>8} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1}");
-        is_within &= per_row <= MAX_PER_ROW;
+        is_within &= per_row
+            <= if name == "fair" {
+                MAX_PER_ROW_FAIR
+            } else {
+                MAX_PER_ROW
+            };
     }
     is_within
 }

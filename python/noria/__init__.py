@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from noria.hints import SchedulingHints
     from noria.llm import LLM
     from noria.outputs import CompletionOutput, Events, RequestMetrics, RequestOutput
+    from noria.policy import WaitingRequests
     from noria.sampling.params import SamplingParams
     from noria.sampling.structured import StructuredOutputsParams
     from noria.scores import Logprob
@@ -67,6 +68,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TokenOutOfRangeError",
     "TokenizerError",
+    "WaitingRequests",
     "__version__",
 ]
 
@@ -87,6 +89,7 @@ _LAZY = {
     "SchedulingHints": "noria.hints",
     "ScoreOutput": "noria.scoring",
     "StructuredOutputsParams": "noria.sampling.structured",
+    "WaitingRequests": "noria.policy",
     "__version__": "noria._core",
 }
 

@@ -265,16 +265,14 @@ class Core:
     def take_changed(self) -> npt.NDArray[np.int64]:
         """`[n, len(FACT_FIELDS)]`: under the policy `own`, requests that have got in line since the last call
         and wait still. Each is to be given a score before the next plan."""
-    def set_scores(
-        self, handles: npt.NDArray[np.int64], scores: npt.NDArray[np.int64], now_us: int
-    ) -> None:
-        """Under the policy `own`: each request's place in its band, lower first. Who does not wait is ignored."""
+    def set_scores(self, handles: npt.NDArray[np.int64], scores: npt.NDArray[np.int64], now_us: int) -> None:
+        """Under the policy `own`: each request's place in its band, lower first. Others are ignored."""
     @property
     def next_expiry_us(self) -> int | None:
         """When the next request expires."""
     @property
     def step_cost_ns(self) -> tuple[int, int, int]:
-        """What a step takes, as fitted for `step_target_us`: whatever its size, a token, 1,024 attended keys."""
+        """What a step takes, as fitted for `step_target_us`: in any case, a token, 1,024 attended keys."""
     def unpark(self, handle: int, now_us: int) -> bool: ...
     def expire(self, handle: int, now_us: int) -> bool: ...
     def reset_prefix_cache(self, now_us: int) -> int:

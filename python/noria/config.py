@@ -56,9 +56,9 @@ class EngineConfig:
             `sjf`: the shortest remaining output, hinted or learned; `deadline`: the earliest due token;
             `fair`: the tenant that was served least; `prefix`: the most tokens in the prefix cache. All
             but `fcfs` put `priority` before their own order.
-        policy: a policy of your own instead of those: a function from `WaitingRequests` to an integer for each,
-            lower first, behind `priority`. It is asked about a request when that gets in line; if it raises,
-            those requests end with an error. `EngineStats.policy_us` says what it cost.
+        policy: a policy of your own instead of those: a function from `WaitingRequests` to an integer for
+            each, lower first, behind `priority`. It is asked about a request when that gets in line; if it
+            raises, those requests end with an error. `EngineStats.policy_us` says what it cost.
         admission: when a request may enter a continuous batch. `peak`: when the peak that KV use will
             reach, by predicted lengths, fits; `reserve`: when all that it may ever need fits, so that
             growth preempts nobody; `optimistic`: when its prompt fits.
@@ -226,13 +226,14 @@ class EngineConfig:
     def _check_policy(self) -> None:
         if not callable(self.policy):
             raise ConfigError(
-                f"policy is {self.policy!r}; it must be a function from WaitingRequests to an integer for each",
+                f"policy is {self.policy!r}; it must be a function from WaitingRequests to an integer each",
                 name="policy",
                 value=self.policy,
             )
         if self.scheduling_policy != "fcfs":
             raise ConfigError(
-                f"policy is {self.policy!r} and scheduling_policy is {self.scheduling_policy!r}; give one of them",
+                f"policy is {self.policy!r} and scheduling_policy is {self.scheduling_policy!r}; "
+                "give one of them",
                 name="policy",
                 value=self.policy,
             )

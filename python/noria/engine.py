@@ -157,7 +157,7 @@ class Engine:
 
     @property
     def seconds_to_expiry(self) -> float | None:
-        """Until the next request expires, 0 if it is due; `turn` ends it, also where there is no other work."""
+        """Until the next request expires, 0 if it is due; `turn` ends it, even if it has no other work."""
         expiry_us = self._core.next_expiry_us
         return None if expiry_us is None else max(0, expiry_us - _now_us()) / 1e6
 

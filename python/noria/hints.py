@@ -23,7 +23,7 @@ class SchedulingHints:
         itl_target_ms: under `deadline`, how long after one token the next is due.
         adapter: what it runs with beside the model, by name; `EngineConfig.max_adapters` bounds how many
             distinct ones run at once, and KV is shared only within one.
-        expires_at: when it ends, `expired`, with what it has by then: seconds since 1970, as `time.time` gives.
+        expires_at: when it ends, `expired`, with what it has by then: seconds since 1970, as of `time.time`.
 
     Raises:
         RejectedError: a value is of the wrong type or out of its range.
@@ -85,7 +85,9 @@ def _id_of(name: str) -> int:
 def _require_number(name: str, value: object, most: int) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= most:  # type: ignore[operator]  # it is a number by then
-        raise RejectedError(f"{name} is {value!r}; it must be a number from 0 to {most}", value=value, limit=most)
+        raise RejectedError(
+            f"{name} is {value!r}; it must be a number from 0 to {most}", value=value, limit=most
+        )
 
 
 NO_HINTS = SchedulingHints()

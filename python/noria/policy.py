@@ -57,8 +57,10 @@ class WaitingRequests:
 
 
 PolicyFunction = Callable[[WaitingRequests], npt.ArrayLike]
-"""Gives `[num_requests]` integers: lower goes first in its band, and of equals the first come. A pure function: it is
-asked about a request only when that gets in line."""
+"""Gives `[num_requests]` integers: lower goes first in its band, and of equals the first come.
+
+A pure function: it is asked about a request only when that gets in line.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ class PolicyKeeper:
             raise PolicyFailedError(message, requests.handle) from error
         if scores.shape != requests.handle.shape or scores.dtype.kind not in "iu":
             raise PolicyFailedError(
-                f"the policy gave {scores.dtype} of shape {list(scores.shape)}; it must give an integer for each "
-                f"of the {len(requests.handle)} requests",
+                f"the policy gave {scores.dtype} of shape {list(scores.shape)}; it must give an integer for "
+                f"each of the {len(requests.handle)} requests",
                 requests.handle,
             )
         return np.ascontiguousarray(scores, dtype=np.int64)

@@ -512,7 +512,7 @@ impl Naive {
             self.config.share == Share::PrefillFirst && self.num_paused < MAX_PAUSED_STEPS;
         let running = self.handles(State::Running);
         if prefills_first {
-            self.plan.owing = running.clone();
+            self.plan.owing.clone_from(&running);
             self.plan
                 .owing
                 .retain(|handle| !self.sequences[handle].has_sampled);

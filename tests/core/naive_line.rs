@@ -291,7 +291,7 @@ impl Naive {
     pub(super) fn refresh(&mut self) {
         let num_waiting = self.handles(State::Waiting).len();
         for _ in 0..if self.config.key == KeyPolicy::Prefix {
-            num_waiting.min(4)
+            num_waiting.min(3)
         } else {
             0
         } {

@@ -605,7 +605,7 @@ impl Naive {
                 return false;
             };
             let all = of(emptied);
-            leaving = ranking.clone();
+            leaving.clone_from(&ranking);
             leaving.retain(|victim| all.contains(victim));
             for &victim in &leaving {
                 self.count_out(&mut need, &way.hits, victim);

@@ -32,7 +32,7 @@ impl Policy for OwnScore {
 fn a_policy_that_the_core_asks_plans_what_scores_from_outside_do() {
     let strategy = (configs(ANY), prop::collection::vec(verbs(ANY), 1..80));
     let num_steps = Cell::new(0);
-    check(60, &strategy, |(config, verbs)| {
+    check(30, &strategy, |(config, verbs)| {
         let config = Config {
             key: KeyPolicy::Own,
             ..config
@@ -51,7 +51,7 @@ fn a_policy_that_the_core_asks_plans_what_scores_from_outside_do() {
         assert_eq!(replay(told.core.recording()).as_ref(), Ok(&told.digests));
         num_steps.set(num_steps.get() + told.num_steps);
     });
-    assert!(num_steps.get() > 500, "{} steps", num_steps.get());
+    assert!(num_steps.get() > 300, "{} steps", num_steps.get());
 }
 
 /// The longest prompt first.
@@ -245,10 +245,10 @@ fn longest_pause(world: &mut World, mut submits: impl FnMut(&mut World)) -> u32 
 
 #[test]
 fn prefills_that_go_first_let_no_decode_pause_for_longer_than_the_bound_says() {
-    let loads = prop::collection::vec((1usize..=60, 1i64..=12, 0u8..=2), 10..60);
-    let seats = (2u32..=12, 0u32..=12);
+    let loads = prop::collection::vec((1usize..=60, 1i64..=12, 0u8..=2), 10..40);
+    let seats = (2u32..=12, 0u32..=8);
     let longest = Cell::new(0);
-    check(60, &(seats, loads), |((max_num_seqs, spare), loads)| {
+    check(20, &(seats, loads), |((max_num_seqs, spare), loads)| {
         let config = Config {
             max_num_seqs,
             max_num_batched_tokens: max_num_seqs + spare,
@@ -353,7 +353,7 @@ fn a_step_is_cut_to_its_target_once_its_costs_are_known() {
     assert!(longest <= 12_600, "{longest} us");
     assert!(shortest >= 10_500, "{shortest} us");
     let [fixed, token, keys] = world.core.step_cost_ns();
-    assert!((1500_000..2500_000).contains(&fixed), "{fixed} ns a step");
+    assert!((1_500_000..2_500_000).contains(&fixed), "{fixed} ns a step");
     assert!((28_000..33_000).contains(&token), "{token} ns a token");
     assert!((13_000..19_000).contains(&keys), "{keys} ns for 1,024 keys");
     assert_eq!(replay(world.core.recording()), Ok(world.digests));

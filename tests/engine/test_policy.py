@@ -125,7 +125,8 @@ def test_a_request_expires_with_what_it_has(make_run: MakeRun) -> None:
     ends = {int(row[0]): (int(row[2]), int(row[3])) for row in rows[rows[:, 1] == _core.FINISHED]}
     assert ends == {waiting: (_core.EXPIRED, 0), parked: (_core.EXPIRED, 0)}
     seconds = run.engine.seconds_to_expiry
-    assert seconds is not None and 3500 < seconds <= 3600
+    assert seconds is not None
+    assert 3500 < seconds <= 3600
     run.engine.abort(late)
     while run.engine.num_requests:
         run.turn()

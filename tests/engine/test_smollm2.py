@@ -8,6 +8,7 @@ from gguf_peers import smollm2_peer
 from near_ties import agreement
 
 from noria import LLM, RequestOutput, SamplingParams
+from noria.bench.live_cases import run_live_cases
 
 NUM_TOKENS = 64
 
@@ -75,3 +76,9 @@ def test_the_tokens_are_transformers_but_for_near_ties(gguf: Path, outputs: list
 
 def test_the_answers_read_as_answers(outputs: list[RequestOutput]) -> None:
     assert outputs[0].outputs[0].text.startswith("The capital of France is Paris.")
+
+
+def test_an_urgent_request_enters_at_once_and_small_ones_pass_one_that_does_not_fit(gguf: Path) -> None:
+    rows = run_live_cases(gguf)
+    assert [row.case for row in rows] == ["A", "B", "C", "D"]
+    assert [row for row in rows if not row.is_met] == []

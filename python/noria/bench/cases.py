@@ -274,6 +274,11 @@ def _blocked(num_waiting: int, num_prompt: int) -> float:
     scripted.step()
     for _ in range(num_waiting):
         scripted.submit(num_prompt, 2000)
+    return _plan_us(scripted)
+
+
+def _plan_us(scripted: ScriptedCore) -> float:
+    """Microseconds of a plan in which one decodes and nobody else can run; median."""
     buffer = np.zeros(scripted.core.layout.size, dtype=np.int32)
     times = []
     for _ in range(50):
@@ -296,6 +301,51 @@ def _case_k() -> CaseRow:
     )
 
 
+def _cached_head(num_tokens: int) -> float:
+    """Microseconds of a plan while a cached prompt of `num_tokens` waits for blocks; median."""
+    scripted = ScriptedCore(_core_of(2 * num_tokens // _BLOCK_SIZE + 70, 64, num_tokens, policy="fcfs"))
+    scripted.submit(num_tokens, 1, name=1)
+    scripted.step()
+    scripted.submit(num_tokens, 1000)
+    scripted.step()
+    scripted.submit(num_tokens, 2000, name=1)
+    return _plan_us(scripted)
+
+
+def _case_l() -> CaseRow:
+    half, whole = _cached_head(16_384), _cached_head(32_768)
+    return CaseRow(
+        "L",
+        "an inadmissible head with a 32k (16k) cached prompt, each plan",
+        "1 ms: its lookup is repeated",
+        f"{whole:.1f} µs ({half:.1f} µs)",
+        "constant",
+        whole < 3 * half and whole < 1000,
+    )
+
+
+def _case_own() -> CaseRow:
+    """1,000 requests in the order that a function gives, on one seat."""
+    core = _core_of(64, 1, 2048, policy="own")
+    scripted = ScriptedCore(core, lambda requests: requests.num_prompt_tokens)
+    rng = np.random.default_rng(0)
+    lengths = {scripted.submit(int(num), 1): int(num) for num in rng.integers(1, 900, 1000)}
+    admitted: list[int] = []
+    while (step := scripted.step()) is not None:
+        admitted += step.admitted
+    assert scripted.policy is not None
+    order = [lengths[handle] for handle in admitted]
+    is_met = order == sorted(order) and scripted.policy.cost.num_requests == 1000
+    return CaseRow(
+        "own",
+        "1,000 requests in the order of a Python function",
+        "not measured",
+        f"{'in order' if is_met else 'not in order'}; {scripted.policy.cost}",
+        "in order, each asked about once",
+        is_met,
+    )
+
+
 def run_cases(on_progress: Callable[[str], None] | None = None) -> list[CaseRow]:
     """Runs every case.
 
@@ -315,7 +365,9 @@ def run_cases(on_progress: Callable[[str], None] | None = None) -> list[CaseRow]
         ("H", _case_h),
         ("I", _case_i),
         ("K", _case_k),
+        ("L", _case_l),
         ("N", _case_n),
+        ("own", _case_own),
     )
     for name, case in cases:
         tell(f"case {name}")

@@ -8,12 +8,14 @@ import numpy.typing as npt
 from noria import _core
 from noria._core import Core
 from noria.errors import NoriaError
+from noria.policy import PolicyFunction, PolicyKeeper
 from noria.runner.step import StepView
 
 STOP_ID = 2
 _OTHER_ID = 7
 _STOP_IDS = np.array([STOP_ID], dtype=np.int32)
 _FIRST_ID = 10
+_VOCAB_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,12 @@ class ScriptedCore:
 
     Args:
         core: built with depth 1, and nothing submitted to it.
+        policy: scores requests, if the core was built with the policy `own`.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, policy: PolicyFunction | None = None) -> None:
         self.core = core
+        self.policy = None if policy is None else PolicyKeeper(core, policy)
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_output_tokens = 0
@@ -63,8 +67,9 @@ class ScriptedCore:
         wanted: int | None = None,
         priority: int = 0,
         expected: int | None = None,
+        name: int | None = None,
     ) -> int:
-        """Queues a request whose prompt is like no other's.
+        """Queues a request.
 
         Args:
             num_prompt: tokens of its prompt.
@@ -72,10 +77,11 @@ class ScriptedCore:
             wanted: output tokens after which it stops by itself; None: never.
             priority: its band.
             expected: a hint of its length.
+            name: prompts of one name begin alike; None: it begins like no other.
         """
         prompt = np.full(num_prompt, _FIRST_ID, dtype=np.int32)
-        # The first id names the prompt, so that no two share a block.
-        prompt[0] = _FIRST_ID + 1 + self._num_submitted
+        # The first id names the prompt, so that no two others share a block.
+        prompt[0] = _FIRST_ID + 1 + self._num_submitted if name is None else -name - 1 + _VOCAB_SIZE
         self._num_submitted += 1
         handle = self.core.submit(
             self.now_us,
@@ -90,6 +96,8 @@ class ScriptedCore:
 
     def step(self) -> Step | None:
         """Plans a step, runs it and commits it; None where there is nothing to do."""
+        if self.policy is not None:
+            self.policy.score_changed(self.now_us)
         plan = self.core.plan(self.now_us, self._view.buffer)
         if plan.kind == plan.IDLE:
             return None

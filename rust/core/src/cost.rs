@@ -47,6 +47,7 @@ impl Size {
 
 impl CostModel {
     /// A step of this size took `device_us`; 0 is no time that it can have taken.
+    #[cold] // off the path of a commit that learns nothing
     pub(crate) fn learn(&mut self, size: Size, device_us: u64) {
         if device_us == 0 {
             return;

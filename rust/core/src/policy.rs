@@ -82,8 +82,9 @@ macro_rules! facts {
 
         impl Facts {
             /// The facts in order; those above 2^63 as the bits that they are.
+            #[allow(clippy::cast_lossless, reason = "fields are of several widths")]
             pub fn values(&self) -> [i64; FACT_FIELDS.len()] {
-                [self.handle.to_bits() as i64, $(i64::try_from(self.$field).unwrap_or(self.$field as i64)),*]
+                [self.handle.to_bits() as i64, $(self.$field as i64),*]
             }
         }
     };

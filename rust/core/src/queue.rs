@@ -221,6 +221,11 @@ impl WaitQueue {
 
     /// The least place of a line of a band that a priority gives; O(bands).
     pub(crate) fn least_place(&self) -> Option<u64> {
+        // Most often there is one band.
+        match (self.order.first()?, self.order.last()?) {
+            (first, last) if first.0 == last.0 && first.0 != AGED_BAND => return Some(first.1),
+            _ => {}
+        }
         let mut least: Option<u64> = None;
         let mut behind = AGED_BAND;
         while let Some(first) = self

@@ -175,7 +175,11 @@ impl Scheduler {
                 .num_left
                 .min(threshold.saturating_sub(sequence.row.count)),
         };
-        let most = self.affordable(start, most);
+        let most = if self.config.step_target_us > 0 {
+            self.affordable(start, most)
+        } else {
+            most
+        };
         if remaining <= most.min(max_tokens) {
             return remaining;
         }
@@ -193,16 +197,22 @@ impl Scheduler {
 
     /// Of up to `most` tokens from `start` on, as many as the step's target leaves time for; the first prefill of a step
     /// gets a block's worth in any case.
+    #[cold] // as everything that only a target asks for
     fn affordable(&self, start: u32, most: u32) -> u32 {
-        let Some(left) = self.pass.cost_left else {
-            return most;
-        };
         let least = if self.pass.prefill_rows.is_empty() {
             self.config.block_size.min(most)
         } else {
             0
         };
+        let left = self.pass.cost_left;
         self.cost.affordable(start, most, left).max(least)
+    }
+
+    /// A row of `count` tokens that ends at `end` takes its part of the step's target.
+    #[cold]
+    fn spend_time(&mut self, count: u32, end: u32) {
+        let cost = self.cost.cost(Size::of(count, end));
+        self.pass.cost_left = (self.pass.cost_left - cost).max(0);
     }
 
     /// Lists in `pass.hits` the blocks with which `slot` can go on without computing.
@@ -324,9 +334,8 @@ impl Scheduler {
             self.pass.num_partial += 1;
         }
         self.pass.num_left -= end - start;
-        if let Some(left) = self.pass.cost_left {
-            let cost = self.cost.cost(Size::of(end - start, end));
-            self.pass.cost_left = Some((left - cost).max(0));
+        if self.config.step_target_us > 0 {
+            self.spend_time(end - start, end);
         }
         if num_hits > 0 && is_resident {
             self.refund_hits(slot, num_hits * block_size);

@@ -143,10 +143,14 @@ impl Scheduler {
 
     /// Running `slot` counts in the band of its key from now on; O(bands), and of few. In order of arrival there are no
     /// bands of which one could displace another.
+    #[inline]
     pub(super) fn join_band(&mut self, slot: Slot) {
-        if self.config.key == KeyPolicy::Fcfs {
-            return;
+        if self.config.key != KeyPolicy::Fcfs {
+            self.add_to_band(slot);
         }
+    }
+
+    fn add_to_band(&mut self, slot: Slot) {
         let (band, num) = (self.arena[slot].key.band, self.limit_blocks(slot));
         let at = self.band_limits.partition_point(|limit| limit.0 < band);
         match self.band_limits.get_mut(at) {
@@ -155,10 +159,14 @@ impl Scheduler {
         }
     }
 
+    #[inline]
     pub(super) fn leave_band(&mut self, slot: Slot) {
-        if self.config.key == KeyPolicy::Fcfs {
-            return;
+        if self.config.key != KeyPolicy::Fcfs {
+            self.take_from_band(slot);
         }
+    }
+
+    fn take_from_band(&mut self, slot: Slot) {
         let (band, num) = (self.arena[slot].key.band, self.limit_blocks(slot));
         let at = self.band_limits.partition_point(|limit| limit.0 < band);
         self.band_limits[at].1 -= u64::from(num);

@@ -7,7 +7,7 @@ use crate::policy::{Admission, Facts, Key, KeyPolicy, Policy, Reads, rank};
 use crate::queue::Turn;
 
 /// Waiting requests whose cached prefix is looked up again in each plan, under [`KeyPolicy::Prefix`].
-const NUM_REFRESHED: usize = 4;
+const NUM_REFRESHED: usize = 3;
 
 impl Scheduler {
     pub(crate) fn is_fair(&self) -> bool {
@@ -18,8 +18,14 @@ impl Scheduler {
     pub(super) fn enqueue(&mut self, slot: Slot) {
         if self.is_fair() {
             self.place_lines();
-            let least = self.queue.least_place();
-            self.accounts.join(self.arena[slot].standing.account, least);
+            let account = self.arena[slot].standing.account;
+            let is_back = self.accounts.get(account).num_waiting == 0;
+            let least = if is_back {
+                self.queue.least_place()
+            } else {
+                None
+            };
+            self.accounts.join(account, least);
         }
         let turn = self.turn(slot);
         self.arena[slot].key = turn.line_key();

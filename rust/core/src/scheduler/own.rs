@@ -22,11 +22,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// As [`Scheduler::new`].
-    pub fn with_policy(config: Config, policy: Box<dyn Policy>) -> Result<Self, ConfigError> {
-        let mut scheduler = Self::new(Config {
-            key: KeyPolicy::Own,
-            ..config
-        })?;
+    pub fn with_policy(mut config: Config, policy: Box<dyn Policy>) -> Result<Self, ConfigError> {
+        config.key = KeyPolicy::Own;
+        let mut scheduler = Self::new(config)?;
         scheduler.own.policy = Some(policy);
         Ok(scheduler)
     }

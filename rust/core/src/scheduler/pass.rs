@@ -64,8 +64,8 @@ pub(crate) struct Pass {
     pub(crate) swapped_in: Vec<(Handle, Swapped)>,
     /// Tokens left of the budget.
     pub(crate) num_left: u32,
-    /// What is left of the step's target for its time, if it has one.
-    pub(crate) cost_left: Option<i128>,
+    /// What is left of the step's target for its time, where it has one.
+    pub(crate) cost_left: i128,
     /// Blocks that resident prefills still need.
     pub(crate) debt: u32,
     pub(crate) num_partial: u32,
@@ -114,7 +114,7 @@ impl Pass {
             swap_in: Vec::new(),
             swapped_in: Vec::new(),
             num_left: 0,
-            cost_left: None,
+            cost_left: 0,
             debt: 0,
             num_partial: 0,
             num_gained_blocks: 0,
@@ -145,7 +145,6 @@ impl Pass {
         self.filled.clear();
         self.wants_run = false;
         self.num_left = budget;
-        self.cost_left = None;
         self.debt = 0;
         self.num_partial = 0;
         self.num_gained_blocks = 0;

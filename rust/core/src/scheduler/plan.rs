@@ -43,13 +43,21 @@ impl Scheduler {
         if self.is_shrinking() {
             self.shed();
         }
-        if self.prefills_go_first() {
-            self.plan_prefills_first(buffer, drafts);
+        let prefills_go_first = self.prefills_go_first();
+        if prefills_go_first {
+            self.list_prefills();
         } else {
             self.plan_decodes::<false>(buffer);
-            self.extend_by_drafts(drafts);
-            self.budget_time::<false>();
-            self.walk_prefills();
+            if !drafts.handles.is_empty() {
+                self.extend_by_drafts(drafts);
+            }
+        }
+        if self.config.step_target_us > 0 {
+            self.budget_time(prefills_go_first);
+        }
+        self.walk_prefills();
+        if prefills_go_first {
+            self.plan_decodes_late(buffer, drafts);
         }
         self.drop_withdrawn();
         if self.pass.rows.is_empty() && self.pass.prefill_rows.is_empty() {
@@ -118,8 +126,8 @@ impl Scheduler {
             let resident = *self.residents.get(next);
             next += 1;
             let (handle, slot) = (resident.handle, resident.handle.slot());
-            if !resident.has_left()
-                && !(PREFILLS_WENT_FIRST && self.has_prefill(slot))
+            let is_out = resident.has_left() || PREFILLS_WENT_FIRST && self.has_prefill(slot);
+            if !is_out
                 && (!is_confined || self.is_free_to_run(slot))
                 && self.decodes_next(slot, holds_decodes)
             {
@@ -222,15 +230,13 @@ impl Scheduler {
             && self.quarantine.active().is_none()
     }
 
-    #[inline(never)] // off the path of the common share
-    fn plan_prefills_first(&mut self, buffer: &mut [i32], drafts: &Drafts<'_>) {
-        self.list_prefills();
-        self.budget_time::<true>();
-        self.walk_prefills();
+    #[cold] // off the path of the common share
+    fn plan_decodes_late(&mut self, buffer: &mut [i32], drafts: &Drafts<'_>) {
         self.plan_decodes::<true>(buffer);
         self.extend_by_drafts(drafts);
     }
 
+    #[cold]
     fn list_prefills(&mut self) {
         for i in 0..self.residents.len() {
             let resident = *self.residents.get(i);
@@ -260,16 +266,15 @@ impl Scheduler {
 
     /// What is left of the step's target beside the rows that were planned; before any step was seen, that is the first
     /// prefill's block alone.
-    fn budget_time<const PREFILLS_GO_FIRST: bool>(&mut self) {
-        if self.config.step_target_us > 0 {
-            let size = if PREFILLS_GO_FIRST {
-                Size::default()
-            } else {
-                size_of(&self.pass.rows)
-            };
-            let left = self.cost.left_of(self.config.step_target_us, size);
-            self.pass.cost_left = Some(left.unwrap_or(0));
-        }
+    #[cold]
+    fn budget_time(&mut self, prefills_go_first: bool) {
+        let size = if prefills_go_first {
+            Size::default()
+        } else {
+            size_of(&self.pass.rows)
+        };
+        let left = self.cost.left_of(self.config.step_target_us, size);
+        self.pass.cost_left = left.unwrap_or(0);
     }
 
     /// Drops the rows of those that made room for others since.

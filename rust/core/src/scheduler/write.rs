@@ -447,6 +447,7 @@ impl Scheduler {
 }
 
 /// What a step's rows ask of the device, by which its time is learned.
+#[cold]
 pub(super) fn size_of(rows: &[RowInFlight]) -> Size {
     rows.iter().fold(Size::default(), |sum, row| {
         let size = Size::of(row.count, row.end);
