@@ -214,6 +214,8 @@ unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(p: &P
     let width = N * S::LANES;
     let num_blocks = p.num_in / BLOCK;
     let lines = p.num_bytes.div_ceil(64).div_ceil(num_blocks.max(1));
+    // A count that the compiler does not see: a block unrolled whole would not fit in registers.
+    let num_bytes = (BLOCK / K::PER_BYTE).min(p.num_in);
     let mut sums = [[S::splat(0.0); N]; R];
     for block in 0..num_blocks {
         for line in block * lines..(block + 1) * lines {
@@ -228,9 +230,9 @@ unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(p: &P
             heads[n] = head_of::<S, K>(from, width, n * S::LANES);
         }
         for half in 0..K::PER_BYTE {
-            for k in 0..BLOCK / K::PER_BYTE {
+            for k in 0..num_bytes {
                 let bytes = from.add((K::HEAD + k) * width);
-                let input = block * BLOCK + half * (BLOCK / K::PER_BYTE) + k;
+                let input = block * BLOCK + half * num_bytes + k;
                 let mut w = [S::splat(0.0); N];
                 for n in 0..N {
                     w[n] = K::numbers::<S>(bytes.add(n * S::LANES), half, &heads[n]);

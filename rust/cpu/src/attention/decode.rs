@@ -71,15 +71,18 @@ unsafe fn scores<S: Simd, E: Element, const R: usize>(
     let queries = w.queries.add(row * w.dim);
     let mut sums = [[S::splat(0.0); KEYS]; R];
     let num_whole = w.dim / S::LANES * S::LANES;
-    for d in (0..num_whole).step_by(S::LANES) {
-        let mut q = [S::splat(0.0); R];
-        for r in 0..R {
-            q[r] = S::load(queries.add(r * w.dim + d));
-        }
-        for j in 0..KEYS {
-            let key = E::load::<S>(k[j].add(d));
+    // Two keys at a time, as sums of four would leave no register for a key.
+    for pair in (0..KEYS).step_by(2) {
+        for d in (0..num_whole).step_by(S::LANES) {
+            let mut q = [S::splat(0.0); R];
             for r in 0..R {
-                sums[r][j] = S::fma(q[r], key, sums[r][j]);
+                q[r] = S::load(queries.add(r * w.dim + d));
+            }
+            for j in pair..pair + 2 {
+                let key = E::load::<S>(k[j].add(d));
+                for r in 0..R {
+                    sums[r][j] = S::fma(q[r], key, sums[r][j]);
+                }
             }
         }
     }
@@ -155,9 +158,19 @@ unsafe fn weigh<S: Simd, E: Element, const R: usize>(
     num_lines: usize,
 ) {
     let mut d = 0;
-    while d + 4 * S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, num_lines);
-        d += 4 * S::LANES;
+    // With 16 registers, sums of more columns would leave none to expand V in.
+    let num_vectors = if S::NUM_REGISTERS > 16 { 4 } else { 3 };
+    while d + num_vectors * S::LANES <= w.dim {
+        if S::NUM_REGISTERS > 16 {
+            weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, num_lines);
+        } else {
+            weigh_columns::<S, E, R, 3>(w, row, d, values, tile, ahead, num_lines);
+        }
+        d += num_vectors * S::LANES;
+    }
+    while d + 2 * S::LANES <= w.dim {
+        weigh_columns::<S, E, R, 2>(w, row, d, values, tile, ahead, num_lines);
+        d += 2 * S::LANES;
     }
     while d + S::LANES <= w.dim {
         weigh_columns::<S, E, R, 1>(w, row, d, values, tile, ahead, num_lines);
