@@ -16,30 +16,14 @@ import numpy as np
 import torch
 
 from noria import _core
+from noria.cli.options import find_smollm2
 from noria.kv_cache import KvCache
-from noria.models.config import ModelConfig, RopeConfig
+from noria.loading import read_model_config
 
 NUM_BLOCKS = 512
 BLOCK_SIZE = 16
 NUM_STEPS = 1500
 LENGTHS = (32, 2400)  # of prompt and output together, in tokens; most are short
-SMOLLM2 = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=30,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rotary_dim=64,
-    vocab_size=49152,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    tie_word_embeddings=True,
-    eos_token_ids=(2,),
-    bos_token_id=1,
-)
 
 
 @dataclass
@@ -103,7 +87,7 @@ def run(max_moves: int) -> Course:
 
 def move_us() -> float:
     """Microseconds that one block of SmolLM2-135M in float32 takes to move, 32 at a time, best of 20."""
-    kv = KvCache(SMOLLM2, 256, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    kv = KvCache(read_model_config(find_smollm2()), 256, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     src, dst = torch.arange(100, 132), torch.arange(10, 42)
     times = []
     for _ in range(20):

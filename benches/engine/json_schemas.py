@@ -10,6 +10,7 @@ is parsed and held against its schema by jsonschema, formats included.
 """
 
 import argparse
+import asyncio
 import dataclasses
 import importlib.util
 import inspect
@@ -23,7 +24,7 @@ from typing import Any
 
 import jsonschema
 
-from noria import LLM, SamplingParams, SamplingParamsError
+from noria import AsyncEngine, EngineConfig, SamplingParams, SamplingParamsError
 from noria.bench.machine import detect_machine
 from noria.outputs import CompletionOutput
 from noria.sampling import StructuredOutputsParams
@@ -123,26 +124,47 @@ def keyword_of(message: str) -> str:
     return "format (unknown)" if match["format"] else "$ref to another document"
 
 
-def ask(
-    llm: LLM, taken: list[Found], arguments: argparse.Namespace
-) -> list[tuple[CompletionOutput, str | None]]:
-    """One answer to each schema."""
-    messages = [
-        [{"role": "user", "content": f"Write a short example of {one.name} as JSON, with few fields."}]
-        for one in taken
-    ]
-    params = [
-        SamplingParams(
+async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse.Namespace) -> int:
+    """One answer to each schema, all at once; tells of each when it is done.
+
+    Returns:
+        Tokens of all answers.
+    """
+    config = EngineConfig(
+        model=arguments.model,
+        dtype="float32",
+        max_num_seqs=arguments.max_num_seqs,
+        max_model_len=arguments.max_tokens + 256,
+    )
+
+    async def answer(engine: AsyncEngine, seed: int, one: Found) -> int:
+        said = f"Write a short example of {one.name} as JSON, with few fields."
+        params = SamplingParams(
             temperature=arguments.temperature,
-            frequency_penalty=arguments.frequency_penalty,
-            seed=index,
+            seed=seed,
             max_tokens=arguments.max_tokens,
-            structured_outputs=StructuredOutputsParams(json=one.schema),
+            structured_outputs=StructuredOutputsParams(json=one.schema, disable_any_whitespace=True),
         )
-        for index, one in enumerate(taken)
-    ]
-    outputs = llm.chat(messages, params)
-    return [(output.outputs[0], output.error) for output in outputs]
+        stream = engine.chat([{"role": "user", "content": said}], params, output_kind="final")
+        output = await stream.last()
+        (completion,) = output.outputs
+        of = counts[one.package]
+        of.taken += 1
+        what, more = "valid", ""
+        if completion.finish_reason == "length":
+            of.cut += 1
+            what, more = "cut", f": … {' '.join(completion.text[-60:].split())}"
+        else:
+            wrong = fault(completion, one.schema, output.error)
+            of.valid += wrong is None
+            of.invalid += wrong is not None
+            if wrong is not None:
+                what, more = "INVALID", f": {wrong}: {completion.text[:200]}"
+        print(f"{what:<8}{len(completion.token_ids):>5} tokens  {one.package} {one.name}{more}", flush=True)
+        return len(completion.token_ids)
+
+    async with AsyncEngine(config) as engine:
+        return sum(await asyncio.gather(*(answer(engine, seed, one) for seed, one in enumerate(taken))))
 
 
 def main() -> None:
@@ -151,14 +173,16 @@ def main() -> None:
     )
     parser.add_argument("model", help="a folder or .gguf file with a chat template")
     parser.add_argument("folders", nargs="*", type=Path, help="where packages are")
-    parser.add_argument("--most-of-a-package", type=int, default=40, help="schemas (default: 40)")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default: 1024)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="(default: 0.7)")
     parser.add_argument(
-        "--frequency-penalty",
+        "--most-of-a-package", type=int, default=60, help="schemas, spread over it evenly (default: 60)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default: 1024)")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="answered at once (default: 64)")
+    parser.add_argument(
+        "--temperature",
         type=float,
-        default=0.3,
-        help="what keeps a small model from repeating itself in a text (default: 0.3)",
+        default=1.0,
+        help="below 1 a small model repeats itself in a text until its end (default: 1.0)",
     )
     parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
@@ -176,21 +200,7 @@ def main() -> None:
             refused[keyword_of(message)] += 1
     taken = spread(accepted, arguments.most_of_a_package)
     started = time.perf_counter()
-    with LLM(arguments.model, dtype="float32", max_model_len=arguments.max_tokens + 256) as llm:
-        answers = ask(llm, taken, arguments)
-        num_tokens = llm.stats().num_output_tokens
-    for one, (answer, error) in zip(taken, answers, strict=True):
-        of = counts[one.package]
-        of.taken += 1
-        if answer.finish_reason == "length":
-            of.cut += 1
-            print(f"cut      {one.package} {one.name}: … {' '.join(answer.text[-70:].split())}")
-            continue
-        wrong = fault(answer, one.schema, error)
-        of.valid += wrong is None
-        of.invalid += wrong is not None
-        if wrong is not None:
-            print(f"INVALID  {one.package} {one.name}: {wrong}")
+    num_tokens = asyncio.run(ask(taken, counts, arguments))
     tell(counts, refused, num_tokens, time.perf_counter() - started)
     if arguments.output_json:
         report = {

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from noria.sampling.params import SamplingParams
     from noria.sampling.structured import StructuredOutputsParams
     from noria.scores import Logprob
+    from noria.scoring import ScoreOutput
     from noria.stats import EngineStats
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "SamplingParams",
     "SamplingParamsError",
     "SchedulingHints",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "TokenOutOfRangeError",
     "TokenizerError",
@@ -83,6 +85,7 @@ _LAZY = {
     "Logprob": "noria.scores",
     "SamplingParams": "noria.sampling.params",
     "SchedulingHints": "noria.hints",
+    "ScoreOutput": "noria.scoring",
     "StructuredOutputsParams": "noria.sampling.structured",
     "__version__": "noria._core",
 }

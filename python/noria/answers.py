@@ -10,6 +10,7 @@ from noria.outputs import FINISH_REASONS, CompletionOutput, FinishedRequest, Req
 from noria.prompts import Prompt
 from noria.requests import Submitted
 from noria.scores import ScoreBook, TokenLogprobs
+from noria.text.tool_calls import ToolCallFormat, split_tool_calls
 from noria.watch import Watched
 
 if TYPE_CHECKING:
@@ -84,15 +85,26 @@ class AnswerWriter:
         if logprobs is not None:
             pairs = zip(token_ids, logprobs, strict=True)
             cumulative = sum(told[token_id].logprob for token_id, told in pairs)
+        text = self._text(answer, token_ids, is_stop_token)
+        kind = self.tool_call_format(request)
+        read = None if kind is None else split_tool_calls(text, kind)
         return CompletionOutput(
             index=request.index,
-            text=self._text(answer, token_ids, is_stop_token),
+            text=text,
             token_ids=token_ids,
             finish_reason=FINISH_REASONS[reason],
             stop_reason=stop_reason,
             cumulative_logprob=cumulative,
             logprobs=logprobs,
+            tool_calls=None if read is None else list(read.calls),
+            content=None if read is None else read.content,
         )
+
+    def tool_call_format(self, request: Submitted) -> ToolCallFormat | None:
+        """How the calls of an answer are written; None if none are looked for."""
+        if self._tokenizer is None or not request.prompt.offers_tools or not request.params.detokenize:
+            return None
+        return self._tokenizer.tool_call_format
 
     def _text(self, answer: Answer, token_ids: list[int], is_stop_token: bool) -> str:
         params, watched = answer.request.params, answer.watched

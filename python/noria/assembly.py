@@ -6,7 +6,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from noria.requests import RequestPlan, Submitted, child_seed, plan_request, req
 from noria.runner.torch_runner import TorchExecutor
 from noria.sampling.params import SamplingParams, default_params
 from noria.text.tokenizer import Tokenizer, load_tokenizer
+from noria.text.tool_calls import shows_special_tokens
 from noria.watch import AnswerWatch, WakesEngine
 
 if TYPE_CHECKING:
@@ -166,6 +167,9 @@ class Assembly:
         Raises:
             RejectedError: the model or its tokenizer cannot do it.
         """
+        kind = None if self.tokenizer is None else self.tokenizer.tool_call_format
+        if prompt.offers_tools and kind is not None and shows_special_tokens(kind):
+            params = replace(params, skip_special_tokens=False)
         plan = self.plan(params, token_ids)
         rank = _checked_priority(priority)
         return Asked(request_id, number, prompt_index, prompt, token_ids, plan, rank, hints)

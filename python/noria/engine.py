@@ -154,6 +154,10 @@ class Engine:
         """Sums since the engine started."""
         return self._stats.snapshot()
 
+    def records(self) -> npt.NDArray[np.int64]:
+        """`[n, len(noria._core.RECORD_FIELDS)]`: the last committed steps, 4,096 at most, oldest first."""
+        return self._core.records()
+
     def kv_stats(self) -> KvStats:
         """How KV memory lies now."""
         return KvStats.of(self._core)

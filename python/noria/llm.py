@@ -32,6 +32,7 @@ from noria.prompts import (
 )
 from noria.requests import Submitted
 from noria.sampling.params import SamplingParams
+from noria.scoring import ScoreOutput, score_output, scored_tokens, spread_continuations
 from noria.stats import EngineStats
 from noria.text.answer import AnswerText
 from noria.text.tokenizer import Tokenizer
@@ -177,52 +178,9 @@ class LLM:
         Raises:
             RejectedError: a prompt is bad; the text says which.
         """
-        if on_error not in ("raise", "return"):
-            raise ConfigError(
-                f"on_error is {on_error!r}; it must be raise or return", name="on_error", value=on_error
-            )
-        if self._generating_thread is not None:
-            is_own = self._generating_thread == threading.get_ident()
-            raise NoriaError(
-                "generate is already running; it cannot be called from on_events"
-                if is_own
-                else "generate is already running in another thread; one LLM answers one call at a time"
-            )
-        given = split_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params
-        params = _spread_params(sampling_params, len(given))
-        if priority is not None and len(priority) != len(given):
-            raise RejectedError(
-                f"{len(priority)} priorities were given for {len(given)} prompts",
-                value=len(priority),
-                limit=len(given),
-            )
-        told = spread_hints(hints, len(given))
-        self._generating_thread = threading.get_ident()
-        try:
-            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
-            submitted = [
-                request
-                for requests in prompts_submitted
-                if isinstance(requests, list)
-                for request in requests
-            ]
-            collector = self._run(submitted, use_tqdm, on_events)
-            started_ns = time.perf_counter_ns()
-            finished = iter(collector.finished())
-            outputs = [
-                refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
-                if isinstance(requests, _Refused)
-                else self._assembly.writer.output(
-                    [self._assembly.answer(request, next(finished)) for request in requests], collector.scores
-                )
-                for requests in prompts_submitted
-            ]
-            self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
-            return outputs
-        finally:
-            self._generating_thread = None
+        return self._answer(
+            split_prompts(prompts), sampling_params, priority, hints, use_tqdm, on_events, on_error
+        )
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -261,7 +219,8 @@ class LLM:
             messages: one conversation or a list of them: the turns so far, oldest first, each with `role` and
                 `content` (a text, or a list of text parts).
             sampling_params: as for `generate`.
-            tools: JSON schemas of tools, if the template knows tools.
+            tools: JSON schemas of tools, if the template knows tools. The answers' `tool_calls` are then
+                read out of their texts.
             add_generation_prompt: ends the prompts with what opens the assistant's turn.
             chat_template_kwargs: what else the template reads, by name.
             use_tqdm: as for `generate`.
@@ -274,10 +233,10 @@ class LLM:
             TokenizerError: the model has no chat template, or a bad one.
         """
         conversations = split_conversations(messages)
-        prompts: list[PromptInput] = []
+        prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations):
             try:
-                prompt, token_ids = chat_prompt(
+                prompt, _ = chat_prompt(
                     self.tokenizer,
                     conversation,
                     tools=tools,
@@ -287,8 +246,48 @@ class LLM:
             except RejectedError as error:
                 message = f"prompt {index}: {error}"
                 raise RejectedError(message, value=error.value, limit=error.limit) from error
-            prompts.append({"prompt": prompt.text, "prompt_token_ids": token_ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+            prompts.append(prompt)
+        return self._answer(prompts, sampling_params, None, None, use_tqdm, None, "raise")
+
+    def score(
+        self,
+        prompts: Sequence[PromptInput],
+        continuations: Sequence[PromptInput] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """How likely the model finds continuations of prompts, or texts by themselves.
+
+        A choice among answers is `llm.score([question] * 4, answers)`, and the largest `logprob`, or the
+        largest a token. Each pair is a request of one step's time; prompts may have one token less than
+        `max_model_len`.
+
+        Args:
+            prompts: texts or token ids.
+            continuations: one for each prompt, of the same kind; None: the prompts themselves are scored,
+                but for their first tokens.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            One `ScoreOutput` a prompt, in their order.
+
+        Raises:
+            RejectedError: a prompt is bad; the text says which.
+        """
+        given = split_prompts(prompts)
+        scored = []
+        for index, (prompt, more) in enumerate(
+            zip(given, spread_continuations(continuations, len(given)), strict=True)
+        ):
+            try:
+                scored.append(scored_tokens(prompt, more, self.tokenizer))
+            except RejectedError as error:
+                message = f"prompt {index}: {error}"
+                raise type(error)(message, value=error.value, limit=error.limit) from error
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        ids = [one.token_ids for one in scored]
+        outputs = self._answer(ids, params, None, None, use_tqdm, None, "raise")
+        return [score_output(one, output) for one, output in zip(scored, outputs, strict=True)]
 
     def stats(self) -> EngineStats:
         """Sums since the engine started."""
@@ -323,6 +322,63 @@ class LLM:
         self.close()
 
     # ---- in
+
+    def _answer(
+        self,
+        given: Sequence[object],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        hints: SchedulingHints | Sequence[SchedulingHints] | None,
+        use_tqdm: bool,
+        on_events: OnEvents | None,
+        on_error: str,
+    ) -> list[RequestOutput]:
+        """`generate`, of prompts in a list."""
+        if on_error not in ("raise", "return"):
+            raise ConfigError(
+                f"on_error is {on_error!r}; it must be raise or return", name="on_error", value=on_error
+            )
+        if self._generating_thread is not None:
+            is_own = self._generating_thread == threading.get_ident()
+            raise NoriaError(
+                "generate is already running; it cannot be called from on_events"
+                if is_own
+                else "generate is already running in another thread; one LLM answers one call at a time"
+            )
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params
+        params = _spread_params(sampling_params, len(given))
+        if priority is not None and len(priority) != len(given):
+            raise RejectedError(
+                f"{len(priority)} priorities were given for {len(given)} prompts",
+                value=len(priority),
+                limit=len(given),
+            )
+        told = spread_hints(hints, len(given))
+        self._generating_thread = threading.get_ident()
+        try:
+            prompts_submitted = self._submit_all(given, params, priority, told, on_error)
+            submitted = [
+                request
+                for requests in prompts_submitted
+                if isinstance(requests, list)
+                for request in requests
+            ]
+            collector = self._run(submitted, use_tqdm, on_events)
+            started_ns = time.perf_counter_ns()
+            finished = iter(collector.finished())
+            outputs = [
+                refused_output(requests.request_id, requests.prompt, requests.token_ids, requests.error)
+                if isinstance(requests, _Refused)
+                else self._assembly.writer.output(
+                    [self._assembly.answer(request, next(finished)) for request in requests], collector.scores
+                )
+                for requests in prompts_submitted
+            ]
+            self.engine.add_text_time((time.perf_counter_ns() - started_ns) // 1000)
+            return outputs
+        finally:
+            self._generating_thread = None
 
     def _submit_all(
         self,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from noria import _core
 from noria.scores import ScoreBook, Scores, TokenLogprobs
+from noria.text.tool_calls import ToolCall
 
 FINISH_REASONS = {
     _core.STOP: "stop",
@@ -82,6 +83,9 @@ class CompletionOutput:
             sequence, and for every other reason.
         cumulative_logprob: sum of the tokens' log probabilities; None if `logprobs` is.
         logprobs: for each token the log probabilities of it and of the most likely ones, if asked for.
+        tool_calls: what `text` calls, where a chat offered tools; None where it offered none, or where the
+            model's chat template does not say how it writes calls.
+        content: `text` without these calls; None where they are.
     """
 
     index: int
@@ -91,6 +95,8 @@ class CompletionOutput:
     stop_reason: int | str | None
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
+    tool_calls: list[ToolCall] | None = None
+    content: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

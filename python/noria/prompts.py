@@ -27,10 +27,12 @@ class Prompt:
     Attributes:
         text: as given.
         token_ids: as given.
+        offers_tools: a conversation that tells the model of tools, whose calls are read out of its answers.
     """
 
     text: str | None
     token_ids: list[int] | None
+    offers_tools: bool = False
 
 
 def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[object]:
@@ -57,11 +59,13 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[object]:
 
 
 def read_prompt(prompt: object) -> Prompt:
-    """One prompt, in one of its shapes.
+    """One prompt, in one of its shapes, or as it was read before.
 
     Raises:
         RejectedError: it has none of them.
     """
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, str):
         return Prompt(text=prompt, token_ids=None)
     if isinstance(prompt, Mapping):
@@ -145,7 +149,7 @@ def chat_prompt(
     )
     # The template writes the special tokens itself.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    return Prompt(text=text, token_ids=token_ids), token_ids
+    return Prompt(text=text, token_ids=token_ids, offers_tools=bool(tools)), token_ids
 
 
 def _encoded(tokenizer: "Tokenizer", texts: Sequence[tuple[int, str]]) -> list[list[int] | RejectedError]:

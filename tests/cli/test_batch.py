@@ -141,7 +141,7 @@ def test_a_bad_line_is_its_own_error(batch):
         "unknown": ("'temprature' is not a parameter that noria knows", "temprature"),
         "messages": ("messages must be a list of at least one message", "messages"),
         "stream": ("stream is true", "stream"),
-        "tools": ("tools are given", "tools"),
+        "tools": ("tools[0] must be", "tools"),
         "schema": ("response_format.json_schema must have a schema", "response_format"),
         "prompt": ("prompt must be a text", "prompt"),
         "echo": ("echo is not supported", "echo"),

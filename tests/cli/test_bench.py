@@ -138,6 +138,9 @@ def test_a_real_model_runs_the_same_counts_as_the_null_runner(noria, tmp_path, t
         assert reports[0][name] == reports[1][name]
     assert reports[0]["runner"] in ("torch", "cpu")
     assert reports[0]["stage_s"]["forward"] > 0
+    assert sum(reports[0]["forward_s"].values()) <= reports[0]["stage_s"]["forward"]
+    assert reports[0]["forward_s"]["attention"] > 0
+    assert 0 < reports[0]["limit_share"] < 1
 
 
 def test_the_scheduler_bench_gives_a_row_a_size(noria, tmp_path):

@@ -1,10 +1,12 @@
 """Makes the folder's own helpers importable, and watches for threads that stay behind."""
 
+import gc
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,8 +16,10 @@ import torch
 sys.path.append(str(Path(__file__).parent / "support"))
 sys.path.append(str(Path(__file__).parents[1] / "models" / "support"))
 
+from async_harness import Run, Use, run_engine
 from null_harness import NullRun, build_run
 
+from noria import LLM
 from noria.models import Model, load_model
 
 
@@ -75,3 +79,43 @@ def worded_directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFact
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     return directory
+
+
+@pytest.fixture
+def run_async(worded_directory: Path) -> Iterator[Run]:
+    """`run_engine` on the worded model; asserts that no thread stays behind."""
+    before = set(threading.enumerate())
+
+    def run(use: Use, *, is_dead: bool = False, **options: Any) -> None:
+        run_engine(worded_directory, use, is_dead=is_dead, **options)
+
+    yield run
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def make_llm(worded_directory: Path) -> Iterator[Callable[..., LLM]]:
+    before = set(threading.enumerate())
+    made: list[LLM] = []
+
+    def make(directory: Path = worded_directory, **options: Any) -> LLM:
+        values = {
+            "dtype": "float64",
+            "max_num_seqs": 4,
+            "num_kv_blocks": 40,
+            "max_num_batched_tokens": 64,
+        } | options
+        made.append(LLM(directory, **values))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+    made.clear()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm()

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from near_ties import Agreement
 from torch_harness import Answer, Ask, TorchBench, expected_reason, make_asks, reference_answer, tiny_config
 from transformers import LlamaForCausalLM
 
@@ -44,22 +45,16 @@ def test_one_at_a_time_they_are_the_dense_references(
 
 def test_greedy_ones_are_transformers_but_for_near_ties(tiny_directory: Path, alone: list[Answer]) -> None:
     peer = LlamaForCausalLM.from_pretrained(tiny_directory, dtype=torch.float64)
-    num_same, num_near_ties = 0, 0
+    agreed = Agreement()
     for ask, (ids, _) in zip(ASKS, alone, strict=True):
         if ask.params.temperature > 0:
             continue
         text = torch.tensor([[*ask.prompt, *ids[:-1]]])
         with torch.inference_mode():
             logits = peer(text).logits[0, len(ask.prompt) - 1 :].double()
-        differs = logits.argmax(-1) != torch.tensor(ids)
-        if not differs.any():
-            num_same += 1
-            continue
-        best = logits[int(differs.nonzero()[0, 0])].topk(2).values
-        assert best[0] - best[1] < 1e-3
-        num_near_ties += 1
-    print(f"{num_same} requests identical, {num_near_ties} first different at a near tie")
-    assert num_same > num_near_ties
+        agreed.add(ids, logits)
+    print(agreed)
+    assert agreed.num_same > agreed.num_near_ties
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 0])

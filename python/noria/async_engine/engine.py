@@ -139,7 +139,8 @@ class AsyncEngine:
         Args:
             messages: the turns so far, oldest first, each with `role` and `content`.
             sampling_params: as for `generate`.
-            tools: JSON schemas of tools, if the template knows tools.
+            tools: JSON schemas of tools, if the template knows tools. Outputs' `content` and `tool_calls` are
+                then read out of their text: a call is given out when it is whole.
             add_generation_prompt: ends the prompt with what opens the assistant's turn.
             chat_template_kwargs: what else the template reads, by name.
             request_id: as for `generate`.

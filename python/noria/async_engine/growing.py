@@ -1,7 +1,7 @@
 """A prompt whose answers are being made, as the event loop knows it."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from noria.outputs import CompletionOutput, FinishedRequest, RequestOutput
 from noria.requests import Submitted
 from noria.scores import ScoreBook, TokenLogprobs
 from noria.text.answer import AnswerText
+from noria.text.tool_calls import ToolCall, ToolCallStream
 from noria.watch import Watched
 
 OutputKind = Literal["cumulative", "delta", "final"]
@@ -31,6 +32,9 @@ class GrowingAnswer:
         text_read: these characters; kept for cumulative outputs only.
         logprobs_read: log probabilities that a reader has; kept for cumulative outputs only.
         cumulative_logprob: their sum.
+        calls: reads tool calls out of the text; None if none are looked for, or nothing was read yet.
+        content_read: text without calls that a reader has.
+        calls_read: calls that a reader has.
         first_scheduled_us: see `FinishedRequest`, as for the next three.
         first_token_us: of its first token.
         num_preemptions: so far.
@@ -47,6 +51,9 @@ class GrowingAnswer:
     text_read: str = ""
     logprobs_read: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
+    calls: ToolCallStream | None = None
+    content_read: str = ""
+    calls_read: list[ToolCall] = field(default_factory=list)
     first_scheduled_us: int | None = None
     first_token_us: int | None = None
     num_preemptions: int = 0
@@ -94,6 +101,7 @@ class GrowingAnswer:
         if logprobs is not None:
             told = zip(ids, logprobs, strict=True)
             self.cumulative_logprob += sum(entry[token_id].logprob for token_id, entry in told)
+        tool_calls, content = self._read_calls(kind, text, writer)
         self.num_read = end
         self.num_chars_read += len(text)
         if kind == "cumulative":
@@ -109,7 +117,25 @@ class GrowingAnswer:
             stop_reason=None,
             cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
             logprobs=logprobs,
+            tool_calls=tool_calls,
+            content=content,
         )
+
+    def _read_calls(
+        self, kind: OutputKind, text: str, writer: AnswerWriter
+    ) -> tuple[list[ToolCall] | None, str | None]:
+        """The calls and the content that a reader gets with new text; None where none are looked for."""
+        written = writer.tool_call_format(self.request)
+        if written is None:
+            return None, None
+        if self.calls is None:
+            self.calls = ToolCallStream(written)
+        new = self.calls.push(text)
+        self.content_read += new.content
+        self.calls_read += new.calls
+        if kind == "cumulative":
+            return list(self.calls_read), self.content_read
+        return list(new.calls), new.content
 
     def cut(self, kind: OutputKind, whole: CompletionOutput) -> CompletionOutput:
         """Of its whole answer what a reader gets."""
@@ -120,6 +146,8 @@ class GrowingAnswer:
             text=whole.text[self.num_chars_read :],
             token_ids=whole.token_ids[self.num_read :],
             logprobs=None if whole.logprobs is None else whole.logprobs[self.num_read :],
+            tool_calls=None if whole.tool_calls is None else whole.tool_calls[len(self.calls_read) :],
+            content=None if whole.content is None else whole.content[len(self.content_read) :],
         )
 
 

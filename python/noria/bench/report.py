@@ -13,6 +13,7 @@ from noria.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from noria.bench.limit import Limit
     from noria.bench.machine import Machine, TorchFacts
     from noria.bench.scheduler import SchedulerRow
     from noria.bench.throughput import ThroughputRun
@@ -72,6 +73,7 @@ def throughput_report(
     workload: "Workload",
     about: Mapping[str, object],
     configs: Sequence["EngineConfig"],
+    limit: "Limit | None",
 ) -> dict[str, object]:
     """All that `bench throughput` measured.
 
@@ -93,6 +95,7 @@ def throughput_report(
             "longest_over_mean_in_order": longest_over_mean_in_order(workload.output_lengths, seats),
         },
         "config": configs[0],
+        "limit": limit,
         "runs": runs,
         "tokens_per_s": {name: _spread([run for run in runs if run.batching == name]) for name in names},
     }
@@ -206,7 +209,32 @@ def throughput_table(runs: Sequence["ThroughputRun"], *, title: str) -> "Table":
             cells.append(f"{_three_digits(middle)} / {_three_digits(high)}")
         row(f"{label}, ms, p50 / p95", cells)
     row("runner idle", [f"{median([run.runner_idle_share for run in group]):.1%}" for group in groups])
+    for label, seconds in _stages(first[0]):
+        parts = [dict(_stages(run)).get(label, seconds) / run.wall_s for run in first]
+        row(f"time in {label}", [f"{part:.1%}" for part in parts])
+    if runs[0].limit_share is not None:
+        shares = [[run.limit_share for run in group if run.limit_share is not None] for group in groups]
+        row("of this machine's limit", [f"{median(group):.1%}" for group in shares])
     return table
+
+
+def _stages(run: "ThroughputRun") -> list[tuple[str, float]]:
+    """Seconds by stage, in the order of a step; the forward in parts, where they are known."""
+    parts = {"products": 0.0, "attention": 0.0, "small ops": 0.0}
+    for name, seconds in run.forward_s.items():
+        is_product = name.startswith(("head", "linear"))
+        kind = "products" if is_product else "attention" if name == "attention" else "small ops"
+        parts[kind] += seconds
+    forward = list(parts.items()) if run.forward_s else [("forward", run.stage_s["forward"])]
+    before, behind = ("plan", "expand"), ("sample", "commit", "text")
+    if run.forward_s:
+        rest = run.stage_s["forward"] - sum(run.forward_s.values())
+        forward.append(("forward, in Python", rest))
+    return [
+        *((name, run.stage_s[name]) for name in before),
+        *forward,
+        *((name, run.stage_s[name]) for name in behind),
+    ]
 
 
 def _three_digits(value: float) -> str:

@@ -5,7 +5,7 @@ batching makes the same number of tokens for each request.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noria import _core
+from noria.bench.limit import Limit
 from noria.bench.workload import Workload
 from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, NoriaError, RejectedError
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _WARM_UP_PROMPTS = 2
 _WARM_UP_TOKENS = 4
+_STEPS_A_FOLD = 1024
+"""Steps after which records are taken, before the core drops them."""
 
 OnEvents = Callable[[Engine, Events], None]
 
@@ -76,6 +79,10 @@ class ThroughputRun:
         stage_s: seconds by stage. Engine thread: `plan`, `commit`; runner thread: `expand`, `forward`,
             `sample`; `text` is 0, as ids go in and come out.
         runner_idle_share: share of its time that the runner waited for work.
+        forward_s: seconds of the forward by what took them, where the backend knows: products by their shape,
+            "attention", and the small ops by name.
+        limit_share: the least time that its steps can take on this machine, of `wall_s`; None where that is
+            not known.
     """
 
     batching: str
@@ -102,6 +109,21 @@ class ThroughputRun:
     e2e_ms: Percentiles
     stage_s: dict[str, float]
     runner_idle_share: float
+    forward_s: dict[str, float]
+    limit_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model that runs are explained by.
+
+    Attributes:
+        limit: what bounds its steps; None where that is not measured.
+        forward_us: microseconds of its forward so far, by what took them; None where nobody knows.
+    """
+
+    limit: Limit | None = None
+    forward_us: Callable[[], dict[str, int]] | None = None
 
 
 class EngineFactory(Protocol):
@@ -148,6 +170,7 @@ def run_throughput(
     workload: Workload,
     *,
     repeat: int = 0,
+    facts: Facts = Facts(),
     on_start: Callable[[], None] | None = None,
     on_events: OnEvents | None = None,
 ) -> ThroughputRun:
@@ -158,6 +181,7 @@ def run_throughput(
         config: of the engine; its `batching` is what is measured.
         workload: what is asked.
         repeat: kept in the result.
+        facts: of the model, for `limit_share` and `forward_s`.
         on_start: called when all is submitted and the first step is about to run.
         on_events: called after each turn; its time counts as wall time.
 
@@ -171,6 +195,8 @@ def run_throughput(
             _warm_up(engine, workload)
             before = engine.stats()
             log = _EventLog()
+            steps = _StepLog(engine)
+            before_us = {} if facts.forward_us is None else facts.forward_us()
             started = perf_counter()
             for number, request in enumerate(workload.requests):
                 _submit(engine, number, request.prompt_token_ids, request.max_tokens)
@@ -182,12 +208,20 @@ def run_throughput(
                 if events is None:
                     raise NoriaError(f"the engine stopped with {engine.num_requests} requests unfinished")
                 log.add(events)
+                steps.add()
                 if on_events is not None:
                     on_events(engine, events)
             stats = engine.stats() - before
+            after_us = {} if facts.forward_us is None else facts.forward_us()
+            least_s = None if facts.limit is None else facts.limit.seconds(steps.records(), workload)
     finally:
         engine.close()
-    return _result(config.batching, repeat, workload, stats, log.latencies(workload, started))
+    run = _result(config.batching, repeat, workload, stats, log.latencies(workload, started))
+    return replace(
+        run,
+        forward_s={name: (us - before_us.get(name, 0)) / 1e6 for name, us in after_us.items()},
+        limit_share=None if least_s is None else least_s / run.wall_s,
+    )
 
 
 def _submit(engine: Engine, number: int, prompt: npt.NDArray[np.int32], max_tokens: int) -> None:
@@ -220,6 +254,38 @@ class _Latencies:
     ttft_ms: Percentiles
     inter_token_ms: Percentiles
     e2e_ms: Percentiles
+
+
+class _StepLog:
+    """The records of all steps from here on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._parts: list[npt.NDArray[np.int64]] = []
+        self._num_turns = 0
+        self._last = self._newest()
+
+    def _newest(self) -> int:
+        records = self._engine.records()
+        return int(records[-1, 0]) if len(records) else 0
+
+    def add(self) -> None:
+        """A turn has ended."""
+        self._num_turns += 1
+        if self._num_turns % _STEPS_A_FOLD == 0:
+            self._take()
+
+    def _take(self) -> None:
+        records = self._engine.records()  # column 0 is the step's id
+        fresh = records[records[:, 0] > self._last]
+        if len(fresh):
+            self._last = int(fresh[-1, 0])
+            self._parts.append(fresh)
+
+    def records(self) -> npt.NDArray[np.int64]:
+        """`[num_steps, len(RECORD_FIELDS)]`."""
+        self._take()
+        return np.concatenate(self._parts)
 
 
 class _EventLog:
@@ -267,7 +333,11 @@ def percentiles(values_ms: npt.NDArray[np.float64]) -> Percentiles:
 
 
 def _result(
-    batching: str, repeat: int, workload: Workload, stats: EngineStats, latencies: _Latencies
+    batching: str,
+    repeat: int,
+    workload: Workload,
+    stats: EngineStats,
+    latencies: _Latencies,
 ) -> ThroughputRun:
     num_prompt_tokens = int(workload.prompt_lengths.sum())
     num_output_tokens = stats.num_output_tokens
@@ -303,6 +373,8 @@ def _result(
             "text": stats.text_us / 1e6,
         },
         runner_idle_share=stats.runner_idle_share,
+        forward_s={},
+        limit_share=None,
     )
 
 
@@ -312,6 +384,7 @@ def run_batchings(
     workload: Workload,
     *,
     num_repeats: int = 1,
+    facts: Facts = Facts(),
     on_run: Callable[[str, int], None] | None = None,
     on_events: OnEvents | None = None,
 ) -> list[ThroughputRun]:
@@ -327,6 +400,14 @@ def run_batchings(
         for config in configs:
             on_start = None if on_run is None else partial(on_run, config.batching, repeat)
             runs.append(
-                run_throughput(start, config, workload, repeat=repeat, on_start=on_start, on_events=on_events)
+                run_throughput(
+                    start,
+                    config,
+                    workload,
+                    repeat=repeat,
+                    facts=facts,
+                    on_start=on_start,
+                    on_events=on_events,
+                )
             )
     return runs

@@ -6,7 +6,7 @@ from importlib import metadata
 
 from cyclopts import App
 
-from noria.cli import batch, bench, bench_cases, chat, demo, env, generate, models
+from noria.cli import batch, bench, bench_cases, bench_peers, chat, demo, env, generate, models
 from noria.cli.overview import START_HERE, TITLE
 
 
@@ -31,6 +31,7 @@ def build_app() -> App:
     _add(benches, bench.throughput, bench.THROUGHPUT_EXAMPLES)
     _add(benches, bench.scheduler, bench.SCHEDULER_EXAMPLES)
     _add(benches, bench_cases.cases, bench_cases.EXAMPLES)
+    _add(benches, bench_peers.peers, bench_peers.EXAMPLES)
     app.command(benches)
     return app
 

@@ -201,10 +201,11 @@ class _Answerer:
     async def _chat_body(self, line: AskedLine) -> dict[str, object]:
         from noria.openai_api import chat_body, read_chat
 
-        asked = read_chat(line.body)
+        asked = read_chat(line.body, self._engine.default_sampling_params)
         stream = self._engine.chat(
             asked.messages,
             asked.params,
+            tools=asked.tools,
             add_generation_prompt=asked.add_generation_prompt,
             chat_template_kwargs=asked.template_kwargs,
             output_kind="final",
@@ -221,7 +222,7 @@ class _Answerer:
     async def _completion_body(self, line: AskedLine) -> dict[str, object]:
         from noria.openai_api import completion_body, read_completion
 
-        asked = read_completion(line.body)
+        asked = read_completion(line.body, self._engine.default_sampling_params)
         streams = [
             self._engine.generate(prompt, asked.params, output_kind="final") for prompt in asked.prompts
         ]

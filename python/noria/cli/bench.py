@@ -13,7 +13,7 @@ from noria.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from noria.bench.throughput import EngineFactory, ThroughputRun
+    from noria.bench.throughput import EngineFactory, Facts, ThroughputRun
     from noria.bench.workload import Workload
     from noria.config import EngineConfig
 
@@ -143,6 +143,7 @@ def throughput(
             configs,
             loaded.workload,
             num_repeats=repeat,
+            facts=loaded.facts,
             on_run=progress.begin,
             on_events=progress.update,
         )
@@ -208,12 +209,14 @@ class _Loaded:
         workload: what is asked.
         max_model_len: tokens of the longest context that a run needs.
         about: the model, for the report.
+        facts: of the model: what bounds its steps, and what they take.
     """
 
     engines: "EngineFactory"
     workload: "Workload"
     max_model_len: int
     about: dict[str, object]
+    facts: "Facts"
 
 
 def _load(
@@ -224,7 +227,7 @@ def _load(
     model_flags: ModelFlags,
 ) -> _Loaded:
     """Reads the workload, then the model: errors in what is asked need not wait for the weights."""
-    from noria.bench.throughput import null_engines, torch_engines
+    from noria.bench.throughput import Facts, null_engines, torch_engines
 
     path = None if model is None else resolve_model(model)
     workload = _workload_from_file(workload_flags)
@@ -240,7 +243,9 @@ def _load(
     workload.check_fits(max_model_len=max_model_len, vocab_size=vocab_size)
     if is_null or path is None:
         engines = null_engines(vocab_size=vocab_size, max_model_len=max_model_len)
-        return _Loaded(engines, workload, max_model_len, {"runner": "null", "vocab_size": vocab_size})
+        return _Loaded(
+            engines, workload, max_model_len, {"runner": "null", "vocab_size": vocab_size}, Facts()
+        )
 
     import torch
 
@@ -265,7 +270,14 @@ def _load(
         "device": str(loaded.device),
         "vocab_size": vocab_size,
     }
-    return _Loaded(torch_engines(loaded), workload, max_model_len, about)
+    limit = None
+    if loaded.device.type == "cpu" and not loaded.config.is_foreign:
+        from noria.bench.limit import measure_limit
+
+        limit = measure_limit(loaded, path, model_flags.quantization)
+    program = loaded.program
+    facts = Facts(limit, None if program is None else lambda: program.stage_us)
+    return _Loaded(torch_engines(loaded), workload, max_model_len, about, facts)
 
 
 def _workload_from_file(flags: WorkloadFlags) -> "Workload | None":
@@ -362,6 +374,11 @@ def _report_throughput(
     )
     title = f"{about or 'no model: times are the engine alone'}; {seats} seats, depth {configs[0].depth}"
     console.print(throughput_table(runs, title=title))
+    if (limit := loaded.facts.limit) is not None:
+        console.print(
+            f"limit: {limit.bytes_per_s / 1e9:.1f} GB/s and {limit.operations_per_s / 1e9:.0f} Gop/s "
+            f"measured, {limit.bytes_per_weight:.3g} bytes a weight, each step's weights and rows, and KV"
+        )
     if output_json is not None:
         report = throughput_report(
             runs,
@@ -370,6 +387,7 @@ def _report_throughput(
             workload=workload,
             about=loaded.about,
             configs=configs,
+            limit=loaded.facts.limit,
         )
         write_json(output_json, report)
 

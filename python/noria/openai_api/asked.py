@@ -1,7 +1,7 @@
 """What a request's body asks for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noria.errors import BodyError
 from noria.sampling.params import SamplingParams
@@ -28,6 +28,9 @@ _MAX_COMPLETION_TOKENS = 16
 """Of a completion that says nothing of it; a chat may take what the context leaves."""
 
 
+_DEFAULTS = SamplingParams()
+
+
 @dataclass(frozen=True, slots=True)
 class ChatAsked:
     """A chat completion.
@@ -36,6 +39,7 @@ class ChatAsked:
         model: the name that the body gives it; None if it gives none.
         messages: the turns so far.
         params: how the answer is sampled.
+        tools: that the model may call; None if there are none, or it must not.
         template_kwargs: what else the chat template reads.
         add_generation_prompt: the prompt ends with what opens the assistant's turn.
     """
@@ -43,6 +47,7 @@ class ChatAsked:
     model: str | None
     messages: Sequence[Mapping[str, object]]
     params: SamplingParams
+    tools: Sequence[Mapping[str, object]] | None
     template_kwargs: Mapping[str, object] | None
     add_generation_prompt: bool
 
@@ -62,8 +67,12 @@ class CompletionAsked:
     params: SamplingParams
 
 
-def read_chat(body: object) -> ChatAsked:
+def read_chat(body: object, default_params: SamplingParams = _DEFAULTS) -> ChatAsked:
     """The body of `/v1/chat/completions`.
+
+    Args:
+        body: as it was sent.
+        default_params: what the model's authors sample with, where the body does not say.
 
     Raises:
         RejectedError: a value is bad, or is not supported.
@@ -72,13 +81,6 @@ def read_chat(body: object) -> ChatAsked:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BodyError("messages must be a list of at least one message", param="messages", value=messages)
-    if given.get("tools") and given.get("tool_choice") != "none":
-        raise BodyError(
-            "tools are given, but calls are not read out of answers yet; leave tools out, "
-            "or set tool_choice to none",
-            param="tools",
-            value=given["tools"],
-        )
     num_logprobs = None
     if _flag(given, "logprobs", False):
         num_logprobs = given.get("top_logprobs", 0)
@@ -91,14 +93,15 @@ def read_chat(body: object) -> ChatAsked:
     return ChatAsked(
         model=_model(given),
         messages=messages,
-        params=_params(given, max_tokens, num_logprobs),
+        params=_params(given, max_tokens, num_logprobs, default_params),
+        tools=_tools(given),
         template_kwargs=kwargs,
         add_generation_prompt=_flag(given, "add_generation_prompt", True),
     )
 
 
-def read_completion(body: object) -> CompletionAsked:
-    """The body of `/v1/completions`.
+def read_completion(body: object, default_params: SamplingParams = _DEFAULTS) -> CompletionAsked:
+    """The body of `/v1/completions`; see `read_chat`.
 
     Raises:
         RejectedError: a value is bad, or is not supported.
@@ -111,7 +114,7 @@ def read_completion(body: object) -> CompletionAsked:
     return CompletionAsked(
         model=_model(given),
         prompts=_prompts(given.get("prompt")),
-        params=_params(given, max_tokens, given.get("logprobs")),
+        params=_params(given, max_tokens, given.get("logprobs"), default_params),
     )
 
 
@@ -157,13 +160,40 @@ def _prompts(prompt: object) -> list[str | Sequence[int]]:
     )
 
 
-def _params(given: Body, max_tokens: object, num_logprobs: object) -> SamplingParams:
+def _tools(given: Body) -> Sequence[Mapping[str, object]] | None:
+    """The tools that the model is told of."""
+    tools, choice = given.get("tools"), given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise BodyError(
+            f"tool_choice is {choice!r}; it must be auto or none: a call cannot be forced",
+            param="tool_choice",
+            value=choice,
+        )
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise BodyError("tools must be a list", param="tools", value=tools)
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BodyError(
+                f'tools[{index}] must be {{"type": "function", "function": {{"name": ..., ...}}}}',
+                param="tools",
+                value=tool,
+            )
+    return tools if tools and choice == "auto" else None
+
+
+def _params(
+    given: Body, max_tokens: object, num_logprobs: object, defaults: SamplingParams
+) -> SamplingParams:
     values: dict[str, object] = {name: given[name] for name in _SAMPLING if name in given}
     bias = given.get("logit_bias")
     if bias is not None:
         values["logit_bias"] = _logit_bias(bias)
     rule = _rule(given.get("response_format"))
-    return SamplingParams(
+    return replace(
+        defaults,
         max_tokens=max_tokens,  # type: ignore[arg-type]  # it checks all of its values itself
         logprobs=num_logprobs,  # type: ignore[arg-type]
         structured_outputs=rule,

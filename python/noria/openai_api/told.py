@@ -24,9 +24,9 @@ def chat_body(
     choices = [
         {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer, name),
             "logprobs": _chat_logprobs(answer, num_top_logprobs or 0),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
         }
         for answer in output.outputs
     ]
@@ -38,6 +38,22 @@ def chat_body(
         "choices": choices,
         "usage": _usage([output]),
     }
+
+
+def _message(answer: CompletionOutput, name: str) -> Body:
+    """What the assistant says, and what it wants to have called."""
+    if not answer.tool_calls:
+        return {"role": "assistant", "content": answer.text, "refusal": None}
+    calls = [
+        {
+            "id": f"call_{name}_{answer.index}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(answer.tool_calls)
+    ]
+    content = (answer.content or "").strip() or None
+    return {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
 
 
 def completion_body(outputs: Sequence[RequestOutput], *, name: str, created: int, model: str) -> Body:

@@ -7,7 +7,7 @@ boundary. Cost: one pass over the weights; the rest is on `[n, size / 256]`.
 
 import torch
 
-_CHUNK = 256
+CHUNK = 256
 _SCALE = 2.0**42
 """Units to a weight of 1. A row's sum stays in int64 up to 2**20 weights; a chunk that holds less than 2**-43
 of the largest weight is never drawn."""
@@ -28,21 +28,47 @@ def chunk_masses(weights: torch.Tensor) -> torch.Tensor:
         `[n, ceil(size / 256)]` int64, in units of 2**-42.
     """
     num_rows, size = weights.shape
-    num_chunks = size // _CHUNK
-    whole = num_chunks * _CHUNK
-    sums = weights[:, :whole].view(num_rows, num_chunks, _CHUNK).sum(2)
+    num_chunks = size // CHUNK
+    whole = num_chunks * CHUNK
+    sums = weights[:, :whole].view(num_rows, num_chunks, CHUNK).sum(2)
     if whole < size:
         sums = torch.cat((sums, weights[:, whole:].sum(1, keepdim=True)), dim=1)
     return masses(sums)
 
 
-def place_of(weights: torch.Tensor, chunks: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def chunk_maxima(values: torch.Tensor) -> torch.Tensor:
+    """The largest value of each chunk of consecutive places.
+
+    Args:
+        values: `[n, size]`.
+
+    Returns:
+        `[n, ceil(size / 256)]`.
+    """
+    num_rows, size = values.shape
+    num_chunks = size // CHUNK
+    whole = num_chunks * CHUNK
+    maxima = values[:, :whole].view(num_rows, num_chunks, CHUNK).amax(2)
+    if whole < size:
+        maxima = torch.cat((maxima, values[:, whole:].amax(1, keepdim=True)), dim=1)
+    return maxima
+
+
+def place_of(
+    weights: torch.Tensor,
+    rows: torch.Tensor,
+    chunks: torch.Tensor,
+    target: torch.Tensor,
+    floor: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The first place of each row up to which, it included, lies more than `target`.
 
     Args:
-        weights: `[n, size]`, each from 0 to 1, some of each row above 0 (else its place means nothing).
-        chunks: `[n, num_chunks]` int64: `chunk_masses(weights)`.
+        weights: `[num_rows, size]`, each from 0 to 1.
+        rows: `[n]` int64: rows of `weights`; some of each is above 0 (else its place means nothing).
+        chunks: `[n, num_chunks]` int64: the `chunk_masses` of these rows.
         target: `[n, 1]` int64, from 0 to the row's mass − 1.
+        floor: `[n, 1]`: weights that are not above it count as 0, and do so in `chunks`.
 
     Returns:
         `[n, 1]` int64, from 0 to `size` − 1; never a place of weight 0.
@@ -53,29 +79,43 @@ def place_of(weights: torch.Tensor, chunks: torch.Tensor, target: torch.Tensor) 
     mass = chunks.gather(1, chunk)
     inside = target - (upto.gather(1, chunk) - mass)  # [n, 1], from 0 to mass - 1
 
-    places = chunk * _CHUNK + torch.arange(_CHUNK, device=weights.device)  # [n, 256]
-    members = weights.gather(1, places.clamp_max(size - 1)).masked_fill(places >= size, 0.0).double()
+    places = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)  # [n, 256]
+    at = places.clamp_max(size - 1) + rows[:, None] * size
+    members = weights.view(-1).gather(0, at.flatten()).view_as(at).masked_fill_(places >= size, 0.0)
+    if floor is not None:
+        members.mul_(members > floor)
+    members = members.double()
     # A chunk may hold little of its row, so its own largest weight is the unit inside it; the target is what
     # the search over chunks left over, in that unit.
     upto = masses(members / members.amax(1, keepdim=True)).cumsum(1)
     total = upto[:, -1:]
     target = ((inside.double() + 0.5) / mass.double() * total.double()).long()
     place = (upto <= torch.minimum(target, total - 1)).sum(1, keepdim=True)
-    return (chunk * _CHUNK + place).clamp_(0, size - 1)
+    return (chunk * CHUNK + place).clamp_(0, size - 1)
 
 
-def draw(weights: torch.Tensor, chunks: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def draw(
+    weights: torch.Tensor,
+    chunks: torch.Tensor,
+    noise: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    floor: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Draws one id a row, with a probability in proportion to its weight, by inverse transform in id order.
 
     Args:
-        weights: `[n, vocab_size]`, as for `place_of`.
-        chunks: `[n, num_chunks]` int64: `chunk_masses(weights)`.
+        weights: `[num_rows, vocab_size]`, as for `place_of`.
+        chunks: `[n, num_chunks]` int64: the `chunk_masses` of the rows.
         noise: `[n]` float64 in [0, 1).
+        rows: `[n]` int64; None: all of `weights`.
+        floor: as for `place_of`.
 
     Returns:
         `[n]` int64; an id of weight 0 is never drawn.
     """
+    if rows is None:
+        rows = torch.arange(len(weights), device=weights.device)
     total = chunks.sum(1, keepdim=True)
     # noise < 1, but the product may round up to the total.
     target = torch.minimum((noise[:, None] * total.double()).long(), total - 1)
-    return place_of(weights, chunks, target).squeeze(1)
+    return place_of(weights, rows, chunks, target, floor).squeeze(1)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from noria.sampling.context import NO_CONTEXT, SeatContext
-from noria.sampling.draw import chunk_masses, draw
+from noria.sampling.draw import CHUNK, chunk_masses, chunk_maxima, draw
 from noria.sampling.edits import LogitsEdits
 from noria.sampling.logprobs import TokenLogprobs, token_logprobs
 from noria.sampling.noise import uniform
@@ -26,7 +26,6 @@ from noria.sampling.params import SamplingParams
 from noria.sampling.scratch import Scratch, Use
 from noria.sampling.thresholds import Weighing, top_k_threshold
 
-_ARGMAX_CHUNK = 256
 _SMALL_TOP_K = 256
 """Rows with a larger top_k are ranked apart, so that one of them does not make all others rank as many."""
 
@@ -226,7 +225,8 @@ class Sampler:
     ) -> SampledTokens:
         """Temperature, min-p, top-k, top-p in vLLM's order, each on the rows that ask for it."""
         host, state = self._host, self._state
-        weighing = self._weighing(logits, seats_on_host, seats)
+        maxima = chunk_maxima(logits)  # [n, num_chunks]
+        weighing = self._weighing(logits, maxima.amax(1, keepdim=True), seats_on_host, seats)
         weights = weighing.weights(logits, self._scratch.take(Use.WEIGHTS, len(logits), logits.dtype))
         if weighing.min_weight is not None:
             rows = self._rows(host.has_min_p[seats_on_host])
@@ -241,8 +241,10 @@ class Sampler:
             rows = self._rows(has_top_p)
             ids[rows] = draw_nucleus(
                 ids[rows],
-                self._select(Use.LOGITS_OF_ROWS, weights, rows),
-                chunks[rows],
+                weights,
+                torch.arange(len(weights), device=weights.device)[rows],
+                weighing.weights(maxima, torch.empty_like(maxima))[rows],
+                chunks.sum(1)[rows],
                 state.top_p[seats[rows]],
                 state.seed[seats[rows]],
                 output_positions[rows],
@@ -252,7 +254,11 @@ class Sampler:
         return SampledTokens(ids.masked_fill_(~ok, 0), ok)
 
     def _weighing(
-        self, logits: torch.Tensor, seats_on_host: npt.NDArray[np.int64], seats: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        row_max: torch.Tensor,
+        seats_on_host: npt.NDArray[np.int64],
+        seats: torch.Tensor,
     ) -> Weighing:
         host, state, dtype = self._host, self._state, logits.dtype
         inverse_temperature = min_weight = None
@@ -263,7 +269,7 @@ class Sampler:
         if host.has_min_p[seats_on_host].any():
             min_weight = state.min_p[seats, None].to(dtype)
         return Weighing(
-            row_max=logits.amax(1, keepdim=True),
+            row_max=row_max,
             inverse_temperature=inverse_temperature,
             min_weight=min_weight,
             min_logit=self._top_k_floor(logits, host.top_k[seats_on_host], state.top_k[seats]),
@@ -312,13 +318,9 @@ def _greedy(logits: torch.Tensor) -> SampledTokens:
     `argmax` compares one by one; maxima over chunks are vectorised, and then one chunk is searched.
     """
     vocab_size = logits.shape[1]
-    num_chunks = vocab_size // _ARGMAX_CHUNK
-    num_whole = num_chunks * _ARGMAX_CHUNK
-    maxima = logits[:, :num_whole].view(len(logits), num_chunks, _ARGMAX_CHUNK).amax(2)
-    if num_whole < vocab_size:
-        maxima = torch.cat((maxima, logits[:, num_whole:].amax(1, keepdim=True)), dim=1)
+    maxima = chunk_maxima(logits)
     largest, chunk = maxima.max(1, keepdim=True)  # of equals the first, as argmax below
-    members = chunk * _ARGMAX_CHUNK + torch.arange(_ARGMAX_CHUNK, device=logits.device)  # [n, 256]
+    members = chunk * CHUNK + torch.arange(CHUNK, device=logits.device)  # [n, 256]
     place = logits.gather(1, members.clamp_max_(vocab_size - 1)).argmax(1)
     ok = largest.squeeze(1).isfinite()
-    return SampledTokens((chunk.squeeze(1) * _ARGMAX_CHUNK + place).masked_fill_(~ok, 0), ok)
+    return SampledTokens((chunk.squeeze(1) * CHUNK + place).masked_fill_(~ok, 0), ok)

@@ -42,6 +42,11 @@ class Scratch:
             self._buffers[use, dtype] = buffer
         return buffer[:num_rows]
 
+    def take_chunks(self, use: Use, num: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[num, size]`, as `take`; together no larger than what the use has had, or will have, in rows."""
+        rows = self.take(use, -(-num * size // self._width), dtype)
+        return rows.view(-1)[: num * size].view(num, size)
+
     def select(self, use: Use, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Copies some rows of `values` `[n, width]`."""
         taken = self.take(use, len(rows), values.dtype)

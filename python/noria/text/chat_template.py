@@ -21,7 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from noria.errors import RejectedError, TokenizerError
-from noria.text.content import reads_parts, with_text_content
+from noria.text.content import reads_parts, with_read_arguments, with_text_content
 
 Message = Mapping[str, object]
 """One turn: `role`, `content`, and what else the template reads."""
@@ -216,7 +216,7 @@ class ChatTemplate:
             **self._special_tokens,
             **(variables or {}),
             "messages": [
-                with_text_content(message, place, keeps_parts=self._keeps_parts)
+                with_text_content(with_read_arguments(message), place, keeps_parts=self._keeps_parts)
                 for place, message in enumerate(messages)
             ],
             "tools": None if tools is None else list(tools),

@@ -1,5 +1,6 @@
 """Message content of several parts, as OpenAI's API has it, for templates that read parts or only texts."""
 
+import json
 from collections.abc import Mapping, Sequence
 
 from jinja2 import nodes
@@ -57,6 +58,26 @@ def with_text_content(message: Mapping[str, object], place: int, *, keeps_parts:
     if keeps_parts:
         return {**message, "content": [{"type": "text", "text": text} for text in texts]}
     return {**message, "content": "\n".join(texts)}
+
+
+def with_read_arguments(message: Mapping[str, object]) -> Mapping[str, object]:
+    """A message whose tool calls have objects for arguments, as templates read them; OpenAI's are texts."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call  # the template gets what was said
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def _text_of(part: object, place: int, index: int) -> str:

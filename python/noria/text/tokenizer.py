@@ -9,6 +9,7 @@ import tokenizers
 
 from noria.errors import RejectedError, TokenizerError
 from noria.text.detokenizer import Detokenizer, TextStream
+from noria.text.tool_calls import ToolCallFormat, tool_call_format
 
 if TYPE_CHECKING:
     from noria.text.chat_template import ChatTemplate, Message
@@ -156,6 +157,11 @@ class Tokenizer:
         return self._compiled_template.render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
+
+    @cached_property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the model writes tool calls; None if its chat template tells of no way that is known."""
+        return tool_call_format(self.chat_template)
 
     @cached_property
     def _compiled_template(self) -> "ChatTemplate":
