@@ -98,9 +98,7 @@ def attention_limit(step: Rows, storage: str, arguments: argparse.Namespace, lim
     first = step.context - step.num_tokens + 1
     num_seen = step.num_rows * (first + step.context) * step.num_tokens / 2
     operations = num_seen * num_heads * head_dim * 4
-    return arguments.layers * max(
-        kv_bytes / limits.num_bytes, operations / limits.rates["float32"]
-    )
+    return arguments.layers * max(kv_bytes / limits.num_bytes, operations / limits.rates["float32"])
 
 
 if __name__ == "__main__":
