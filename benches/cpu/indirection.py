@@ -1,8 +1,8 @@
-"""What it costs that K and V lie in blocks: decode attention over a paged cache against one piece for each sequence.
+"""What it costs that K and V lie in blocks: decode attention against one piece for each sequence.
 
-SmolLM2-135M's heads, every sequence with the same context, blocks in random order. The contiguous run is the same
-kernel over blocks as long as the context. Each case is timed in turns with it; of each, the least of all rounds
-counts. Prints a table in Markdown, and beside it what moving a block costs: copying it once.
+SmolLM2-135M's heads, every sequence with the same context, blocks in random order. The contiguous run is the
+same kernel over blocks as long as the context. Each case is timed in turns with it; of each, the least of all
+rounds counts. Prints a table in Markdown, and below it what moving a block costs: copying it once.
 """
 
 import argparse
