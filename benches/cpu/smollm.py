@@ -1,4 +1,4 @@
-"""SmolLM2-135M's forward with random weights, as a program of noria-cpu, and what this machine can do at most."""
+"""SmolLM2-135M's forward with random weights, as a program of noria-cpu, and this machine's limits."""
 
 from dataclasses import dataclass, field
 

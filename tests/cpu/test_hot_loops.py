@@ -67,7 +67,7 @@ def test_no_hot_loop_spills_a_sum(kernels: dict[str, Code]) -> None:
 
 
 def test_no_kernel_calls_an_intrinsic(kernels: dict[str, Code]) -> None:
-    """A function without the kernel's instruction set cannot take its intrinsics in, and calls each of them."""
+    """A function without the kernel's instruction set cannot inline its intrinsics, and calls each."""
     for name, code in kernels.items():
         calls = [text for _, text in code if text.startswith("call") and "core_arch" in text]
         assert not calls, f"{name}: {calls}"

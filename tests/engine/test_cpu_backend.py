@@ -48,8 +48,8 @@ def test_float32_answers_are_the_dense_references(
 def test_chunks_and_depth_change_no_token(model: Model, alone: list[Answer], chunk: int, depth: int) -> None:
     config = tiny_config(depth=depth, long_prefill_token_threshold=chunk, max_partial_prefills=4)
     run = TorchBench(model, config, fill_kv=float("nan")).run(ASKS)
-    # A token that comes alone adds its scores up in another order than a chunk's. Where K and V are rounded to
-    # bfloat16, that can move one of them by a whole unit, and so a draw at the edge of two tokens.
+    # A token that comes alone adds its scores up in another order than a chunk's. Where K and V are rounded
+    # to bfloat16, that can move one of them by a whole unit, and so a draw at the edge of two tokens.
     num_allowed = 1 if chunk == 1 and model.dtype == torch.bfloat16 else 0
     assert sum(found != wanted for found, wanted in zip(run.answers, alone, strict=True)) <= num_allowed
     assert run.stats.num_rows > run.stats.num_sample_rows, "no prompt was cut"
