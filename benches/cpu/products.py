@@ -2,10 +2,11 @@
 
 A forward's linear maps in SmolLM2-135M's shapes, one after another, so that each comes from memory: 30 layers
 of qkv, output, gate and up, down; and the head. Each round times every way once. Of each map the least of all
-rounds counts, as other work on the machine only adds; torch runs oneDNN with weights packed at load where it can.
+rounds counts, as other work on the machine only adds; torch runs oneDNN with weights packed at load where it
+can.
 
-The limit is max(bytes of weights / measured bandwidth, operations / measured rate), the best that was measured
-between rounds; int8's time includes rounding its inputs.
+The limit is max(bytes of weights / measured bandwidth, operations / measured rate), the best that was
+measured between rounds; int8's time includes rounding its inputs.
 """
 
 import argparse
@@ -43,14 +44,12 @@ def main() -> None:
     print(
         f"{machine.cpu_model} ({machine.isa_summary}); {cpu_isa()} kernels, {num_threads} threads ({reason})"
     )
-    ways: dict[str, Callable[[int], Seconds]] = {
-        "torch": torch_products(arguments.layers, arguments.vocab)
-    }
+    ways: dict[str, Callable[[int], Seconds]] = {"torch": torch_products(arguments.layers, arguments.vocab)}
     for storage in storages:
         ways[storage] = our_products(storage, arguments.layers, arguments.vocab, max(rows))
     num_weights = sum(out * columns for out, columns in shapes(arguments.layers, arguments.vocab))
     limits = Limits(num_threads)
-    print(f"ms a forward's products, least of {arguments.rounds} rounds; x: torch over noria-cpu; %: of the limit")
+    print(f"ms of all products, least of {arguments.rounds} rounds; x: torch over noria-cpu; %: of the limit")
     print("rows   torch  " + "  ".join(f"{storage:>22}" for storage in storages))
     for count in rows:
         seconds = least(ways, count, arguments.rounds, limits)
@@ -97,9 +96,7 @@ def torch_products(num_layers: int, vocab: int) -> Callable[[int], Seconds]:
 def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Callable[[int], Seconds]:
     builder = CpuBuilder()
     x = builder.embed(builder.table(np.random.default_rng(0).standard_normal((max_rows, HIDDEN), np.float32)))
-    maps = [
-        packed(builder, storage, *shape, seed) for seed, shape in enumerate(shapes(num_layers, vocab))
-    ]
+    maps = [packed(builder, storage, *shape, seed) for seed, shape in enumerate(shapes(num_layers, vocab))]
     for layer in range(num_layers):
         qkv, output, gate_up, down = maps[4 * layer : 4 * layer + 4]
         builder.linear(x, qkv)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M's forward with random weights, as a program of noria-cpu, and what this machine can do at most."""
+"""SmolLM2-135M's forward with random weights, as a program of noria-cpu, and this machine's limits."""
 
 from dataclasses import dataclass, field
 
@@ -39,9 +39,7 @@ def recorded(storage: str, num_layers: int, vocab: int, num_threads: int) -> Cpu
         x = builder.add(x, builder.linear(attended, output))
         gate = builder.silu_mul(builder.linear(builder.rms_norm(x, norm, 1e-5), gate_up))
         x = builder.add(x, builder.linear(gate, down))
-    return builder.build(
-        builder.logits(builder.rms_norm(x, norm, 1e-5), maps[-1]), num_threads=num_threads
-    )
+    return builder.build(builder.logits(builder.rms_norm(x, norm, 1e-5), maps[-1]), num_threads=num_threads)
 
 
 def packed(builder: CpuBuilder, storage: str, rows: int, columns: int, seed: int) -> int:

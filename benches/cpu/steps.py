@@ -1,9 +1,9 @@
-"""Steps of SmolLM2-135M's shapes on noria-cpu: where their time goes, and what share of the machine's limit they reach.
+"""Steps of SmolLM2-135M's shapes on noria-cpu: where time goes, and what share of the limit they reach.
 
-Four kinds of step: one sequence, 64 sequences with 200 tokens of context, 16 with 1,500, and a prompt of 1,800
-tokens. Of each stage the least of all rounds counts, as other work on the machine only adds. A part's limit is
-max(bytes / measured bandwidth, operations / measured rate); attention counts K and V, or its two products over
-what queries see.
+Four kinds of step: one sequence, 64 sequences with 200 tokens of context, 16 with 1,500, and a prompt of
+1,800 tokens. Of each stage the least of all rounds counts, as other work on the machine only adds. A part's
+limit is max(bytes / measured bandwidth, operations / measured rate); attention counts K and V, or its two
+products over what queries see.
 """
 
 import argparse
@@ -98,9 +98,7 @@ def attention_limit(step: Rows, storage: str, arguments: argparse.Namespace, lim
     first = step.context - step.num_tokens + 1
     num_seen = step.num_rows * (first + step.context) * step.num_tokens / 2
     operations = num_seen * num_heads * head_dim * 4
-    return arguments.layers * max(
-        kv_bytes / limits.num_bytes, operations / limits.rates["float32"]
-    )
+    return arguments.layers * max(kv_bytes / limits.num_bytes, operations / limits.rates["float32"])
 
 
 if __name__ == "__main__":

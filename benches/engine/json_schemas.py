@@ -141,6 +141,7 @@ async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse
         said = f"Write a short example of {one.name} as JSON, with few fields."
         params = SamplingParams(
             temperature=arguments.temperature,
+            frequency_penalty=arguments.frequency_penalty,
             seed=seed,
             max_tokens=arguments.max_tokens,
             structured_outputs=StructuredOutputsParams(json=one.schema, disable_any_whitespace=True),
@@ -181,8 +182,11 @@ def main() -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=1.0,
-        help="below 1 a small model repeats itself in a text until its end (default: 1.0)",
+        default=0.3,
+        help="a small model's texts wander at 1, and most answers are cut (default: 0.3)",
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, default=0.3, help="what ends repetitions (default: 0.3)"
     )
     parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()

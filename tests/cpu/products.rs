@@ -234,9 +234,13 @@ fn gguf_blocks_give_the_bits_of_their_numbers_in_float32() {
     let mut numbers = Numbers::new(9);
     for isa in isas() {
         for (format, num_rows, num_in, num_out) in [
+            (Format::Q8_0, 1, 96, 48),
             (Format::Q8_0, 3, 64, 37),
+            (Format::Q8_0, 4, 64, 37),
+            (Format::Q4_0, 2, 64, 33),
             (Format::Q4_0, 7, 96, 16),
             (Format::Q4_1, 1, 32, 49),
+            (Format::Q4_1, 3, 96, 32),
             (Format::Q4_1, 14, 576, 100),
         ] {
             let (bytes, values) = blocks(format, num_out, num_in, &mut numbers);

@@ -76,7 +76,7 @@ impl Heads {
     }
 }
 
-/// Some queries of a row, and some of its keys.
+/// Some queries of a row, some of its keys, and some of its heads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
     /// The first query's token.
@@ -87,6 +87,9 @@ pub(crate) struct Unit {
     pub(crate) seat: usize,
     pub(crate) keys_from: usize,
     pub(crate) keys_to: usize,
+    /// The first of its KV heads, and how many; one where there are several queries.
+    pub(crate) kv_head: usize,
+    pub(crate) num_kv_heads: usize,
     /// Where it is one of several ranges of the same queries.
     pub(crate) part: Option<Part>,
 }
@@ -135,7 +138,9 @@ struct Layout {
 impl Layout {
     fn of(heads: Heads) -> Layout {
         let dim = heads.head_dim.next_multiple_of(16);
-        let rows = (heads.max_queries() * heads.group()).next_multiple_of(ROW_STEP);
+        let rows = (heads.max_queries() * heads.group())
+            .max(heads.num_heads)
+            .next_multiple_of(ROW_STEP);
         let sums = rows * dim;
         let scores = sums + rows * dim;
         let keys = scores + rows * TILE;
@@ -157,13 +162,12 @@ impl Layout {
     }
 }
 
-/// One unit's work with one KV head.
+/// One unit's work.
 pub(crate) struct Attend<'a> {
     /// Of the same instruction set.
     pub(crate) kernels: &'static Kernels,
     pub(crate) unit: Unit,
     pub(crate) heads: Heads,
-    pub(crate) kv_head: usize,
     pub(crate) options: AttentionOptions,
     /// Fused rows.
     pub(crate) qkv: Rows,
@@ -192,8 +196,9 @@ pub(crate) unsafe fn attend<S: Simd>(a: &Attend<'_>, scratch: &mut Scratch) {
     }
 }
 
-/// A unit's pieces, as pointers.
+/// The pieces of one KV head's work, as pointers.
 struct Work {
+    kv_head: usize,
     num_rows: usize,
     /// As many as whole vectors have.
     row_stride: usize,
@@ -209,44 +214,59 @@ struct Work {
     keeps: *mut f32,
 }
 
-#[inline(always)]
-unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) {
-    let layout = Layout::of(a.heads);
-    let base = scratch.buffer.as_mut_ptr();
-    let (group, dim) = (a.heads.group(), a.heads.head_dim);
-    let w = Work {
-        num_rows: a.unit.num_queries * group,
-        row_stride: (a.unit.num_queries * group).next_multiple_of(ROW_STEP),
-        group,
-        dim,
-        queries: base.add(layout.queries),
-        sums: base.add(layout.sums),
-        scores: base.add(layout.scores),
-        keys: base.add(layout.keys),
-        values: base.add(layout.values),
-        maxima: base.add(layout.maxima),
-        totals: base.add(layout.totals),
-        keeps: base.add(layout.keeps),
-    };
-    // A chunk's queries lie dimension by dimension.
-    let (row_step, dim_step) = if a.unit.num_queries == 1 {
-        (dim, 1)
-    } else {
-        (1, w.row_stride)
-    };
-    for r in 0..w.num_rows {
-        let from = a
-            .qkv
-            .at(a.unit.token + r / group)
-            .add((a.kv_head * group + r % group) * dim);
-        for d in 0..dim {
-            *w.queries.add(r * row_step + d * dim_step) = *from.add(d) * a.options.scale;
-            *w.sums.add(r * dim + d) = 0.0;
+impl Work {
+    /// Of the unit's KV head with this index; rows of each have their place in the scratch.
+    unsafe fn of(a: &Attend<'_>, scratch: *mut f32, index: usize) -> Work {
+        let layout = Layout::of(a.heads);
+        let (group, dim) = (a.heads.group(), a.heads.head_dim);
+        let num_rows = a.unit.num_queries * group;
+        let first = index * num_rows;
+        Work {
+            kv_head: a.unit.kv_head + index,
+            num_rows,
+            row_stride: num_rows.next_multiple_of(ROW_STEP),
+            group,
+            dim,
+            queries: scratch.add(layout.queries + first * dim),
+            sums: scratch.add(layout.sums + first * dim),
+            scores: scratch.add(layout.scores),
+            keys: scratch.add(layout.keys),
+            values: scratch.add(layout.values),
+            maxima: scratch.add(layout.maxima + first),
+            totals: scratch.add(layout.totals + first),
+            keeps: scratch.add(layout.keeps + first),
         }
     }
-    for r in 0..w.row_stride {
-        *w.maxima.add(r) = f32::NEG_INFINITY;
-        *w.totals.add(r) = 0.0;
+
+    /// Takes the queries, scaled; nothing is summed yet.
+    unsafe fn begin(&self, a: &Attend<'_>) {
+        // A chunk's queries lie dimension by dimension.
+        let (row_step, dim_step) = if a.unit.num_queries == 1 {
+            (self.dim, 1)
+        } else {
+            (1, self.row_stride)
+        };
+        for r in 0..self.num_rows {
+            let head = self.kv_head * self.group + r % self.group;
+            let from = a.qkv.at(a.unit.token + r / self.group).add(head * self.dim);
+            for d in 0..self.dim {
+                let query = *from.add(d) * a.options.scale;
+                *self.queries.add(r * row_step + d * dim_step) = query;
+                *self.sums.add(r * self.dim + d) = 0.0;
+            }
+        }
+        for r in 0..self.num_rows {
+            *self.maxima.add(r) = f32::NEG_INFINITY;
+            *self.totals.add(r) = 0.0;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) {
+    let scratch = scratch.buffer.as_mut_ptr();
+    for index in 0..a.unit.num_kv_heads {
+        Work::of(a, scratch, index).begin(a);
     }
     let last = a.unit.position + a.unit.num_queries; // one beyond what the last query sees
     let to = a.unit.keys_to.min(last);
@@ -260,21 +280,27 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
     let mut tile = Tile::at(a, from, to);
     while tile.from < to {
         let next = Tile::at(a, tile.to, to);
-        if a.unit.num_queries == 1 {
-            decode::tile::<S, E>(a, &w, &tile, &next);
-        } else {
-            chunk::tile::<S, E>(a, &w, &tile, &next);
+        let mut ahead = Ahead::new::<E>(a, &next);
+        for index in 0..a.unit.num_kv_heads {
+            let w = Work::of(a, scratch, index);
+            if a.unit.num_queries == 1 {
+                decode::tile::<S, E>(a, &w, &tile, &mut ahead);
+            } else {
+                chunk::tile::<S, E>(a, &w, &tile, &mut ahead);
+            }
         }
         tile = next;
     }
-    finish(a, &w);
+    for index in 0..a.unit.num_kv_heads {
+        finish(a, &Work::of(a, scratch, index));
+    }
 }
 
 /// Keys that are attended together.
 struct Tile {
     from: usize,
     to: usize,
-    /// Where each key's head lies, in numbers from the layer's first.
+    /// Where each key lies, in numbers from the layer's first.
     offsets: [usize; TILE],
 }
 
@@ -295,8 +321,7 @@ impl Tile {
             let count = (a.block_size - offset).min(to - key);
             let slot = a.table[key / a.block_size] as usize * a.block_size + offset;
             for i in 0..count {
-                tile.offsets[key - from + i] =
-                    (slot + i) * token_stride + a.kv_head * a.heads.head_dim;
+                tile.offsets[key - from + i] = (slot + i) * token_stride;
             }
             key += count;
         }
@@ -308,13 +333,55 @@ impl Tile {
     }
 }
 
-/// Asks for K and V of a key's head.
-#[inline(always)]
-unsafe fn ask<S: Simd, E: Element>(a: &Attend<'_>, offset: usize) {
-    for cache in [a.keys, a.values] {
-        let head = cache.wrapping_add(offset * size_of::<E>());
-        for line in 0..(a.heads.head_dim * size_of::<E>()).div_ceil(64) {
-            S::prefetch(head.wrapping_add(line * 64));
+/// What is asked of memory while a tile is computed: the next tile's K and V, whole tokens in order, a little at a time and
+/// evenly, for memory is the bottleneck and must never wait for the next question.
+struct Ahead<'a> {
+    tile: &'a Tile,
+    keys: *const u8,
+    values: *const u8,
+    /// Bytes of a number.
+    size: usize,
+    /// Lines of a token, in K or in V.
+    num_lines: usize,
+    key: usize,
+    line: usize,
+}
+
+impl Ahead<'_> {
+    #[inline(always)]
+    fn new<'a, E: Element>(a: &Attend<'_>, tile: &'a Tile) -> Ahead<'a> {
+        let size = size_of::<E>();
+        let first = a.unit.kv_head * a.heads.head_dim * size;
+        Ahead {
+            tile,
+            keys: a.keys.wrapping_add(first),
+            values: a.values.wrapping_add(first),
+            size,
+            num_lines: (a.unit.num_kv_heads * a.heads.head_dim * size).div_ceil(64),
+            key: 0,
+            line: 0,
+        }
+    }
+
+    /// Lines to ask for at each of so many times.
+    fn lines_at_each(&self, num_times: usize) -> usize {
+        (self.tile.len() * self.num_lines).div_ceil(num_times.max(1))
+    }
+
+    /// Asks for some lines of K, and as many of V.
+    #[inline(always)]
+    unsafe fn ask<S: Simd>(&mut self, num_lines: usize) {
+        for _ in 0..num_lines {
+            if self.key >= self.tile.len() {
+                return;
+            }
+            let at = self.tile.offsets[self.key] * self.size + self.line * 64;
+            S::prefetch(self.keys.wrapping_add(at));
+            S::prefetch(self.values.wrapping_add(at));
+            self.line += 1;
+            if self.line == self.num_lines {
+                (self.key, self.line) = (self.key + 1, 0);
+            }
         }
     }
 }
@@ -330,7 +397,7 @@ unsafe fn finish(a: &Attend<'_>, w: &Work) {
     };
     let num_kv_heads = a.heads.num_kv_heads;
     let stride = w.dim + 2;
-    let mine = a.parts.at(part.index * num_kv_heads + a.kv_head);
+    let mine = a.parts.at(part.index * num_kv_heads + w.kv_head);
     for r in 0..w.num_rows {
         let to = mine.add(r * stride);
         to.copy_from_nonoverlapping(w.sums.add(r * w.dim), w.dim);
@@ -338,14 +405,14 @@ unsafe fn finish(a: &Attend<'_>, w: &Work) {
         *to.add(w.dim + 1) = *w.totals.add(r);
     }
     // What the others wrote is seen by whoever counts last.
-    let done = &a.num_done[part.cut_row * num_kv_heads + a.kv_head];
+    let done = &a.num_done[part.cut_row * num_kv_heads + w.kv_head];
     if done.fetch_add(1, Ordering::AcqRel) + 1 < part.num_parts {
         return;
     }
     done.store(0, Ordering::Relaxed); // for the next layer, which begins when this one is done
     let parts = part.first..part.first + part.num_parts;
     for r in 0..w.num_rows {
-        let at = |index: usize| a.parts.at(index * num_kv_heads + a.kv_head).add(r * stride);
+        let at = |index: usize| a.parts.at(index * num_kv_heads + w.kv_head).add(r * stride);
         let largest = parts
             .clone()
             .fold(f32::NEG_INFINITY, |m, index| m.max(*at(index).add(w.dim)));
@@ -373,7 +440,7 @@ unsafe fn finish(a: &Attend<'_>, w: &Work) {
 /// A row's sums over their total; zeros where nothing was seen.
 #[inline(always)]
 unsafe fn write(a: &Attend<'_>, w: &Work, row: usize, total: f32) {
-    let head = a.kv_head * w.group + row % w.group;
+    let head = w.kv_head * w.group + row % w.group;
     let to = a.out.at(a.unit.token + row / w.group).add(head * w.dim);
     let share = if total == 0.0 { 0.0 } else { 1.0 / total };
     for d in 0..w.dim {

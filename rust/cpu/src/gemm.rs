@@ -47,11 +47,9 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize>(p: &Panel) {
         Format::F32 => stored::<S, f32, N>(p, p.weights.cast()),
         Format::Bf16 => stored::<S, Bf16, N>(p, p.weights.cast()),
         Format::Int8 => whole_numbers::<S, N>(p),
-        Format::Q8_0 | Format::Q4_0 | Format::Q4_1 => {
-            // Expanded once for all rows: it then lies near the core, and the product is that of float32.
-            expand::<S, N>(p);
-            stored::<S, f32, N>(p, p.scratch);
-        }
+        Format::Q8_0 => blocks::<S, Q8_0, N>(p),
+        Format::Q4_0 => blocks::<S, Q4_0, N>(p),
+        Format::Q4_1 => blocks::<S, Q4_1, N>(p),
     }
     if !p.bias.is_null() {
         for r in 0..p.num_rows {
@@ -95,46 +93,166 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel, weights: *const
     }
 }
 
-/// GGUF's blocks as float32, in the order of a panel: the numbers that the file's own formula gives, bit for bit.
+/// How a GGUF block of a column gives its numbers: the ones of the file's own formula, bit for bit.
+trait Kind {
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// Bytes of its scale, and minimum where it has one.
+    const HEAD: usize;
+    /// Numbers of a byte.
+    const PER_BYTE: usize;
+    /// The numbers of the bytes' `half`, low or high, times scale and plus minimum.
+    unsafe fn numbers<S: Simd>(bytes: *const u8, half: usize, head: &Head<S>) -> S::V;
+}
+
+/// Scales and minima of a vector of columns.
+struct Head<S: Simd> {
+    scale: S::V,
+    minimum: S::V,
+}
+
+impl<S: Simd> Clone for Head<S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<S: Simd> Copy for Head<S> {}
+
+struct Q8_0;
+struct Q4_0;
+struct Q4_1;
+
+impl Kind for Q8_0 {
+    const BYTES: usize = 2 + BLOCK;
+    const HEAD: usize = 2;
+    const PER_BYTE: usize = 1;
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(bytes: *const u8, _half: usize, head: &Head<S>) -> S::V {
+        S::mul(S::load_i8(bytes.cast()), head.scale)
+    }
+}
+
+impl Kind for Q4_0 {
+    const BYTES: usize = 2 + BLOCK / 2;
+    const HEAD: usize = 2;
+    const PER_BYTE: usize = 2;
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(bytes: *const u8, half: usize, head: &Head<S>) -> S::V {
+        S::mul(S::sub(nibbles::<S>(bytes, half), S::splat(8.0)), head.scale)
+    }
+}
+
+impl Kind for Q4_1 {
+    const BYTES: usize = 4 + BLOCK / 2;
+    const HEAD: usize = 4;
+    const PER_BYTE: usize = 2;
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(bytes: *const u8, half: usize, head: &Head<S>) -> S::V {
+        S::add(S::mul(nibbles::<S>(bytes, half), head.scale), head.minimum)
+    }
+}
+
 #[inline(always)]
-unsafe fn expand<S: Simd, const N: usize>(p: &Panel) {
+unsafe fn nibbles<S: Simd>(bytes: *const u8, half: usize) -> S::V {
+    let (low, high) = S::load_nibbles(bytes);
+    if half == 0 { low } else { high }
+}
+
+#[inline(always)]
+unsafe fn head_of<S: Simd, K: Kind>(block: *const u8, width: usize, column: usize) -> Head<S> {
+    let halves = block.cast::<u16>().add(column);
+    Head {
+        scale: S::load_f16(halves),
+        minimum: if K::HEAD == 4 {
+            S::load_f16(halves.add(width))
+        } else {
+            S::splat(0.0)
+        },
+    }
+}
+
+/// Products with GGUF's blocks.
+#[inline(always)]
+unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
+    match p.num_rows {
+        1 => tile_of_blocks::<S, K, 1, N>(p),
+        2 => tile_of_blocks::<S, K, 2, N>(p),
+        3 => tile_of_blocks::<S, K, 3, N>(p),
+        _ => {
+            // Expanded once for all rows: it then lies near the core, and the product is that of float32.
+            expand::<S, K, N>(p);
+            stored::<S, f32, N>(p, p.scratch);
+        }
+    }
+}
+
+/// Blocks as float32, in the order of a panel.
+#[inline(always)]
+unsafe fn expand<S: Simd, K: Kind, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
-    let (head, bytes) = (p.format.head_bytes(), p.format.block_bytes().unwrap_or(0));
     for block in 0..p.num_in / BLOCK {
-        let from = p.weights.add(block * bytes * width);
+        let from = p.weights.add(block * K::BYTES * width);
         let to = p.scratch.add(block * BLOCK * width);
         for n in 0..N {
             let at = n * S::LANES;
-            let scale = S::load_f16(from.cast::<u16>().add(at));
-            let data = from.add(head * width + at);
-            let out = to.add(at);
-            match p.format {
-                Format::Q8_0 => {
-                    for k in 0..BLOCK {
-                        let w = S::load_i8(data.add(k * width).cast());
-                        S::store(out.add(k * width), S::mul(w, scale));
-                    }
+            let head = head_of::<S, K>(from, width, at);
+            let bytes = from.add(K::HEAD * width + at);
+            for half in 0..K::PER_BYTE {
+                for k in 0..BLOCK / K::PER_BYTE {
+                    let numbers = K::numbers::<S>(bytes.add(k * width), half, &head);
+                    let place = half * (BLOCK / K::PER_BYTE) + k;
+                    S::store(to.add(place * width + at), numbers);
                 }
-                Format::Q4_0 => {
-                    for k in 0..BLOCK / 2 {
-                        let (low, high) = S::load_nibbles(data.add(k * width));
-                        let middle = S::splat(8.0);
-                        let high_at = out.add((k + BLOCK / 2) * width);
-                        S::store(out.add(k * width), S::mul(S::sub(low, middle), scale));
-                        S::store(high_at, S::mul(S::sub(high, middle), scale));
-                    }
+            }
+        }
+    }
+}
+
+/// A few rows: blocks are expanded in registers, and multiplied in the order of the inputs, as expanded ones are.
+#[inline(always)]
+unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(p: &Panel) {
+    let width = N * S::LANES;
+    let num_blocks = p.num_in / BLOCK;
+    let lines = p.num_bytes.div_ceil(64).div_ceil(num_blocks.max(1));
+    // A count that the compiler does not see: a block unrolled whole would not fit in registers.
+    let num_bytes = (BLOCK / K::PER_BYTE).min(p.num_in);
+    let mut sums = [[S::splat(0.0); N]; R];
+    for block in 0..num_blocks {
+        for line in block * lines..(block + 1) * lines {
+            S::prefetch(p.next.wrapping_add(line * 64));
+        }
+        let from = p.weights.add(block * K::BYTES * width);
+        let mut heads = [Head {
+            scale: S::splat(0.0),
+            minimum: S::splat(0.0),
+        }; N];
+        for n in 0..N {
+            heads[n] = head_of::<S, K>(from, width, n * S::LANES);
+        }
+        for half in 0..K::PER_BYTE {
+            for k in 0..num_bytes {
+                let bytes = from.add((K::HEAD + k) * width);
+                let input = block * BLOCK + half * num_bytes + k;
+                let mut w = [S::splat(0.0); N];
+                for n in 0..N {
+                    w[n] = K::numbers::<S>(bytes.add(n * S::LANES), half, &heads[n]);
                 }
-                _ => {
-                    let minimum = S::load_f16(from.cast::<u16>().add(width + at));
-                    for k in 0..BLOCK / 2 {
-                        let (low, high) = S::load_nibbles(data.add(k * width));
-                        let high_at = out.add((k + BLOCK / 2) * width);
-                        S::store(out.add(k * width), S::add(S::mul(low, scale), minimum));
-                        S::store(high_at, S::add(S::mul(high, scale), minimum));
+                for r in 0..R {
+                    let x = S::splat(*p.x.add(r * p.x_stride + input));
+                    for n in 0..N {
+                        sums[r][n] = S::fma(x, w[n], sums[r][n]);
                     }
                 }
             }
         }
+    }
+    let mut beside = [0.0f32; MAX_WIDTH];
+    for r in 0..R {
+        for n in 0..N {
+            S::store(beside.as_mut_ptr().add(n * S::LANES), sums[r][n]);
+        }
+        let to = p.out.add(r * p.out_stride);
+        to.copy_from_nonoverlapping(beside.as_ptr(), p.num_columns);
     }
 }
 

@@ -420,7 +420,8 @@ impl Program {
                 expected,
             });
         }
-        self.attention.prepare(step, self.kv_shape[1]);
+        let num_workers = self.pool.num_workers();
+        self.attention.prepare(step, self.kv_shape[1], num_workers);
         for slot in &mut self.slots[1..] {
             slot.reserve(if slot.is_logits {
                 step.logits_indices.len()

@@ -3,16 +3,22 @@
 //! Scores lie key by key, with the rows (queries × heads) side by side: so K is read as it is stored, maxima and totals
 //! of rows are vectors, and what causality or the window hides from rows is a range of them.
 
-use super::{Attend, Tile, Work, ask};
+use super::{Ahead, Attend, Tile, Work};
 use crate::simd::{Element, Simd};
 use crate::tile::Product;
 
 /// # Safety
 /// As for `attend`; the unit has several queries.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, next: &Tile) {
-    gather::<S, E>(a.keys.cast(), w.keys, w.dim, tile);
-    gather::<S, E>(a.values.cast(), w.values, w.dim, tile);
+pub(super) unsafe fn tile<S: Simd, E: Element>(
+    a: &Attend<'_>,
+    w: &Work,
+    tile: &Tile,
+    ahead: &mut Ahead<'_>,
+) {
+    let head = w.kv_head * w.dim;
+    gather::<S, E>(a.keys.cast::<E>().add(head), w.keys, w.dim, tile);
+    gather::<S, E>(a.values.cast::<E>().add(head), w.values, w.dim, tile);
     let scores = Product {
         x: w.keys.cast_const(),
         x_stride: w.dim,
@@ -26,7 +32,7 @@ pub(super) unsafe fn tile<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &
         next_bytes: 0,
     };
     (a.kernels.block)(&scores, tile.len(), w.row_stride);
-    softmax::<S, E>(a, w, tile, next);
+    softmax::<S>(a, w, tile, ahead);
     let sums = Product {
         x: w.scores.cast_const(),
         x_stride: w.row_stride,
@@ -58,7 +64,7 @@ unsafe fn gather<S: Simd, E: Element>(from: *const E, to: *mut f32, dim: usize, 
 
 /// Turns scores into weights, and rescales what was summed.
 #[inline(always)]
-unsafe fn softmax<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, next: &Tile) {
+unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, tile: &Tile, ahead: &mut Ahead<'_>) {
     let n = tile.len();
     if let Some(cap) = a.options.softcap {
         let cap = S::splat(cap);
@@ -68,13 +74,9 @@ unsafe fn softmax<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, ne
         }
     }
     hide(a, w, tile, f32::NEG_INFINITY);
-    // What comes next is asked for a little at a time.
-    let num_asked = (next.len() * S::LANES).div_ceil(w.row_stride);
-    let mut asked = next.offsets[..next.len()].chunks(num_asked.max(1));
+    let num_lines = ahead.lines_at_each(w.row_stride / S::LANES);
     for column in (0..w.row_stride).step_by(S::LANES) {
-        for &offset in asked.next().unwrap_or_default() {
-            ask::<S, E>(a, offset);
-        }
+        ahead.ask::<S>(num_lines);
         let scores = w.scores.add(column);
         let old = S::load(w.maxima.add(column));
         let mut new = old;

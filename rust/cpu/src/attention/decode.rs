@@ -1,6 +1,6 @@
 //! One query with a tile of keys: K and V are read where they lie, each key once for all heads of a group.
 
-use super::{Attend, TILE, Tile, Work, ask};
+use super::{Ahead, Attend, TILE, Tile, Work};
 use crate::simd::{Element, Simd};
 
 /// Keys whose scores are computed side by side.
@@ -9,17 +9,23 @@ const KEYS: usize = 4;
 /// # Safety
 /// As for `attend`; the unit has one query.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &Tile, next: &Tile) {
+pub(super) unsafe fn tile<S: Simd, E: Element>(
+    a: &Attend<'_>,
+    w: &Work,
+    tile: &Tile,
+    ahead: &mut Ahead<'_>,
+) {
     let n = tile.len();
-    let (keys, values) = (a.keys.cast::<E>(), a.values.cast::<E>());
+    let head = w.kv_head * w.dim;
+    // Once for each key's score, and once for its V.
+    let num_lines = ahead.lines_at_each(2 * n * a.unit.num_kv_heads);
+    let (keys, values) = (a.keys.cast::<E>().add(head), a.values.cast::<E>().add(head));
     for i in (0..n).step_by(KEYS) {
         let mut k = [keys; KEYS];
         for j in 0..KEYS {
             k[j] = keys.add(tile.offsets[(i + j).min(n - 1)]);
         }
-        for &offset in &next.offsets[i.min(next.len())..(i + KEYS).min(next.len())] {
-            ask::<S, E>(a, offset);
-        }
+        ahead.ask::<S>(num_lines * KEYS);
         let mut r = 0;
         while r < w.num_rows {
             // What is left goes in threes; four as two and two, so that one of them does not wait for its own sums.
@@ -46,9 +52,9 @@ pub(super) unsafe fn tile<S: Simd, E: Element>(a: &Attend<'_>, w: &Work, tile: &
     let mut r = 0;
     while r < w.num_rows {
         match w.num_rows - r {
-            1 => weigh::<S, E, 1>(w, r, values, tile),
-            2 => weigh::<S, E, 2>(w, r, values, tile),
-            _ => weigh::<S, E, 3>(w, r, values, tile),
+            1 => weigh::<S, E, 1>(w, r, values, tile, ahead, num_lines),
+            2 => weigh::<S, E, 2>(w, r, values, tile, ahead, num_lines),
+            _ => weigh::<S, E, 3>(w, r, values, tile, ahead, num_lines),
         }
         r += 3;
     }
@@ -65,15 +71,18 @@ unsafe fn scores<S: Simd, E: Element, const R: usize>(
     let queries = w.queries.add(row * w.dim);
     let mut sums = [[S::splat(0.0); KEYS]; R];
     let num_whole = w.dim / S::LANES * S::LANES;
-    for d in (0..num_whole).step_by(S::LANES) {
-        let mut q = [S::splat(0.0); R];
-        for r in 0..R {
-            q[r] = S::load(queries.add(r * w.dim + d));
-        }
-        for j in 0..KEYS {
-            let key = E::load::<S>(k[j].add(d));
+    // Two keys at a time, as sums of four would leave no register for a key.
+    for pair in (0..KEYS).step_by(2) {
+        for d in (0..num_whole).step_by(S::LANES) {
+            let mut q = [S::splat(0.0); R];
             for r in 0..R {
-                sums[r][j] = S::fma(q[r], key, sums[r][j]);
+                q[r] = S::load(queries.add(r * w.dim + d));
+            }
+            for j in pair..pair + 2 {
+                let key = E::load::<S>(k[j].add(d));
+                for r in 0..R {
+                    sums[r][j] = S::fma(q[r], key, sums[r][j]);
+                }
             }
         }
     }
@@ -145,14 +154,26 @@ unsafe fn weigh<S: Simd, E: Element, const R: usize>(
     row: usize,
     values: *const E,
     tile: &Tile,
+    ahead: &mut Ahead<'_>,
+    num_lines: usize,
 ) {
     let mut d = 0;
-    while d + 4 * S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 4>(w, row, d, values, tile);
-        d += 4 * S::LANES;
+    // With 16 registers, sums of more columns would leave none to expand V in.
+    let num_vectors = if S::NUM_REGISTERS > 16 { 4 } else { 3 };
+    while d + num_vectors * S::LANES <= w.dim {
+        if S::NUM_REGISTERS > 16 {
+            weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, num_lines);
+        } else {
+            weigh_columns::<S, E, R, 3>(w, row, d, values, tile, ahead, num_lines);
+        }
+        d += num_vectors * S::LANES;
+    }
+    while d + 2 * S::LANES <= w.dim {
+        weigh_columns::<S, E, R, 2>(w, row, d, values, tile, ahead, num_lines);
+        d += 2 * S::LANES;
     }
     while d + S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 1>(w, row, d, values, tile);
+        weigh_columns::<S, E, R, 1>(w, row, d, values, tile, ahead, num_lines);
         d += S::LANES;
     }
     for r in row..row + R {
@@ -173,6 +194,8 @@ unsafe fn weigh_columns<S: Simd, E: Element, const R: usize, const N: usize>(
     column: usize,
     values: *const E,
     tile: &Tile,
+    ahead: &mut Ahead<'_>,
+    num_lines: usize,
 ) {
     let to = w.sums.add(row * w.dim + column);
     let scores = w.scores.add(row * TILE);
@@ -183,6 +206,7 @@ unsafe fn weigh_columns<S: Simd, E: Element, const R: usize, const N: usize>(
         }
     }
     for i in 0..tile.len() {
+        ahead.ask::<S>(num_lines);
         let value = values.add(tile.offsets[i] + column);
         let mut share = [S::splat(0.0); R];
         for r in 0..R {

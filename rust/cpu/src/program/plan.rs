@@ -9,8 +9,20 @@ use crate::step::Step;
 
 impl AttentionPlan {
     /// Cuts a step. Costs a sort of its units; allocates only for the largest step so far.
-    pub(super) fn prepare(&mut self, step: &Step<'_>, num_kv_heads: usize) {
+    ///
+    /// A row that decodes takes all KV heads at once, for then K and V are read in order, unless there are too few such
+    /// rows for all workers; what is computed is the same.
+    pub(super) fn prepare(&mut self, step: &Step<'_>, num_kv_heads: usize, num_workers: usize) {
         self.units.clear();
+        let num_decode_units: usize = (0..step.num_rows())
+            .filter(|&row| step.row(row).len() == 1)
+            .map(|row| (step.context_lens[row] as usize).div_ceil(RANGE))
+            .sum();
+        let heads_of_decode = if num_decode_units >= 2 * num_workers {
+            num_kv_heads
+        } else {
+            1
+        };
         let (mut num_parts, mut num_cut_rows) = (0, 0);
         for row in 0..step.num_rows() {
             let tokens = step.row(row);
@@ -33,7 +45,14 @@ impl AttentionPlan {
                 seat,
                 keys_from,
                 keys_to,
+                kv_head: 0,
+                num_kv_heads: if num_queries == 1 { heads_of_decode } else { 1 },
                 part,
+            };
+            let units = &mut self.units;
+            let mut push = |unit: Unit| {
+                let heads = (0..num_kv_heads).step_by(unit.num_kv_heads);
+                units.extend(heads.map(|kv_head| Unit { kv_head, ..unit }));
             };
             if tokens.len() == 1 && context > RANGE {
                 let count = context.div_ceil(RANGE);
@@ -46,7 +65,7 @@ impl AttentionPlan {
                     };
                     let from = place * RANGE;
                     let to = context.min(from + RANGE);
-                    self.units.push(unit(0, 1, from, to, Some(part)));
+                    push(unit(0, 1, from, to, Some(part)));
                 }
                 num_parts += count;
                 num_cut_rows += 1;
@@ -59,11 +78,12 @@ impl AttentionPlan {
                 } else {
                     start + first + num_queries
                 };
-                self.units.push(unit(first, num_queries, 0, to, None));
+                push(unit(first, num_queries, 0, to, None));
             }
         }
         self.units.sort_by_key(|unit| {
-            std::cmp::Reverse(unit.num_queries * (unit.keys_to - unit.keys_from))
+            let num_scores = unit.num_queries * (unit.keys_to - unit.keys_from);
+            std::cmp::Reverse(num_scores * unit.num_kv_heads)
         });
         let num_done = num_cut_rows * num_kv_heads;
         if self.num_done.len() < num_done {

@@ -87,7 +87,7 @@ impl Running<'_> {
                 let num_units = gemm::num_units(self.num_rows(out), &self.matrices[matrix.0]);
                 (num_units, 1)
             }
-            Stage::Attend { heads, .. } => (self.attention_units.len() * heads.num_kv_heads, 1),
+            Stage::Attend { .. } => (self.attention_units.len(), 1),
             _ => {
                 let value = stage.rows_of();
                 let (num_rows, width) = (self.num_rows(value), self.width(value));
@@ -361,17 +361,14 @@ impl Running<'_> {
         scratch: &mut Scratch,
     ) {
         let (keys, values) = self.kv.layer(layer);
-        let num_kv_heads = heads.num_kv_heads;
         loop {
-            let taken = units.take();
-            let Some(&unit) = self.attention_units.get(taken / num_kv_heads) else {
+            let Some(&unit) = self.attention_units.get(units.take()) else {
                 return;
             };
             let attend = Attend {
                 kernels: self.kernels,
                 unit,
                 heads,
-                kv_head: taken % num_kv_heads,
                 options,
                 qkv: self.at(qkv),
                 out: self.at(out),

@@ -14,6 +14,7 @@ pub(crate) struct Avx2;
 
 impl Simd for Avx2 {
     const LANES: usize = 8;
+    const NUM_REGISTERS: usize = 16;
     type V = __m256;
     type I = __m256i;
 

@@ -14,6 +14,7 @@ pub(crate) struct Avx512;
 
 impl Simd for Avx512 {
     const LANES: usize = 16;
+    const NUM_REGISTERS: usize = 32;
     type V = __m512;
     type I = __m512i;
 

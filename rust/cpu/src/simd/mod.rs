@@ -22,6 +22,8 @@ pub(crate) mod portable;
 pub(crate) trait Simd {
     /// f32 in a vector.
     const LANES: usize;
+    /// Vectors that fit in registers.
+    const NUM_REGISTERS: usize;
     /// A vector.
     type V: Copy;
 

@@ -16,6 +16,7 @@ fn each(f: impl FnMut(usize) -> f32) -> V {
 
 impl Simd for Portable {
     const LANES: usize = LANES;
+    const NUM_REGISTERS: usize = 16;
     type V = V;
     type I = [i32; LANES]; // sums, or pairs of 16-bit numbers
 
