@@ -118,7 +118,7 @@ fn plans_are_those_of_a_naive_model() {
     };
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..150));
     let seen = Cell::new(Seen::default());
-    check(300, &strategy, |(config, verbs)| {
+    check(220, &strategy, |(config, verbs)| {
         // What it costs in time is not for a model that knows no costs.
         let config = Config {
             step_target_us: 0,
