@@ -141,7 +141,6 @@ async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse
         said = f"Write a short example of {one.name} as JSON, with few fields."
         params = SamplingParams(
             temperature=arguments.temperature,
-            frequency_penalty=arguments.frequency_penalty,
             seed=seed,
             max_tokens=arguments.max_tokens,
             structured_outputs=StructuredOutputsParams(json=one.schema, disable_any_whitespace=True),
@@ -179,12 +178,11 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default: 1024)")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="answered at once (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="(default: 0.7)")
     parser.add_argument(
-        "--frequency-penalty",
+        "--temperature",
         type=float,
-        default=0.3,
-        help="what keeps a small model from repeating itself in a text (default: 0.3)",
+        default=1.0,
+        help="below 1 a small model repeats itself in a text until its end (default: 1.0)",
     )
     parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
