@@ -154,7 +154,7 @@ fn drive(config: &Config, load: &[(usize, i64, i32, u8)]) -> Watch {
 #[test]
 fn nobody_waits_longer_than_the_ageing_bound() {
     let promoted = Cell::new(0);
-    check(120, &(configs(), loads()), |(config, load)| {
+    check(80, &(configs(), loads()), |(config, load)| {
         let watch = drive(&config, &load);
         let tier = u64::from((config.max_num_seqs / 4).max(1));
         let stay = u64::from(config.max_model_len + config.block_size + config.depth);
@@ -174,7 +174,7 @@ fn nobody_waits_longer_than_the_ageing_bound() {
 #[test]
 fn a_blocked_request_is_passed_no_more_often_than_the_bound_says() {
     let passed = Cell::new(0);
-    check(150, &(configs(), loads()), |(config, load)| {
+    check(90, &(configs(), loads()), |(config, load)| {
         let config = Config {
             ageing_steps: 0,
             max_preemptions: 0,
@@ -195,7 +195,7 @@ fn a_blocked_request_is_passed_no_more_often_than_the_bound_says() {
 #[test]
 fn a_request_is_preempted_no_more_often_than_the_bound_says() {
     let most = Cell::new(0);
-    check(150, &(configs(), loads()), |(config, load)| {
+    check(90, &(configs(), loads()), |(config, load)| {
         let config = Config {
             admission: Admission::Optimistic,
             ..config
@@ -221,7 +221,7 @@ fn a_request_is_preempted_no_more_often_than_the_bound_says() {
 
 #[test]
 fn reserved_requests_are_never_preempted_to_grow() {
-    check(150, &(configs(), loads()), |(config, load)| {
+    check(90, &(configs(), loads()), |(config, load)| {
         let config = Config {
             admission: Admission::Reserve,
             key: KeyPolicy::Fcfs,

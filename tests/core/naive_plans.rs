@@ -141,7 +141,7 @@ fn plans_are_those_of_a_naive_model() {
     };
     let strategy = (configs(scope), prop::collection::vec(verbs(scope), 1..150));
     let seen = Cell::new(Seen::default());
-    check(300, &strategy, |(config, verbs)| {
+    check(220, &strategy, |(config, verbs)| {
         let world = play_twins(&config, &verbs);
         let mut sum = seen.get();
         sum.add(&world.seen());
