@@ -41,16 +41,17 @@ impl<T> Arena<T> {
         Handle::new(slot, 1)
     }
 
-    pub(crate) fn remove(&mut self, slot: Slot) -> T {
+    /// Drops the value where it is: it is large, and nobody wants it.
+    pub(crate) fn remove(&mut self, slot: Slot) {
         let entry = &mut self.entries[slot.0 as usize];
-        let value = entry.value.take().expect("slot is occupied");
+        assert!(entry.value.is_some(), "slot is occupied");
+        entry.value = None;
         entry.generation = if entry.generation == Handle::MAX_GENERATION {
             1
         } else {
             entry.generation + 1
         };
         self.vacant.push(slot);
-        value
     }
 
     /// The slot of a live handle.

@@ -370,17 +370,29 @@ impl Sequence {
             && (self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id))
     }
 
+    /// The same, where it may fill a block.
+    pub(crate) fn is_quiet_in_block(&self, id: i32) -> bool {
+        self.quiet_until > 0
+            && self.num_tokens() < self.num_prompt + self.max_output - 1
+            && (self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id))
+    }
+
+    /// A block was filled, and offered to the prefix cache; nothing else has changed.
+    pub(crate) fn stay_quiet(&mut self, block_size: u32) {
+        let until_last = self.num_prompt + self.max_output - 1;
+        self.quiet_until = until_last.min((self.num_registered + 1) * block_size);
+    }
+
     /// A token, or a chunk of the prompt, was committed; a block that it filled was offered to the prefix cache.
     pub(crate) fn settle_quiet(&mut self, block_size: u32, registers_blocks: bool) {
         // A preempted one is not resumed, and so not quiet again, before its rows in flight have landed.
         let is_quiet =
             self.is_running() && self.confinement.is_none() && self.num_draft_rows_in_flight == 0;
-        let until_last = self.num_prompt + self.max_output - 1;
-        self.quiet_until = match (is_quiet, registers_blocks) {
-            (false, _) => 0,
-            (true, false) => until_last,
-            (true, true) => until_last.min((self.num_registered + 1) * block_size),
-        };
+        match (is_quiet, registers_blocks) {
+            (false, _) => self.quiet_until = 0,
+            (true, false) => self.quiet_until = self.num_prompt + self.max_output - 1,
+            (true, true) => self.stay_quiet(block_size),
+        }
     }
 
     #[cold] // behind the filter, for the loop that appends
@@ -430,10 +442,19 @@ impl Sequence {
         block_size: u32,
         hasher: &ChainHasher,
     ) -> BlockHash {
-        if self.hashes.len() <= column as usize {
-            self.hash_blocks(column, block_size, hasher);
+        let (column, num_hashed) = (column as usize, self.hashes.len());
+        if column < num_hashed {
+            return self.hashes[column];
         }
-        self.hashes[column as usize]
+        if column == num_hashed && column < self.hashes.capacity() {
+            // A decode's next block: one alone is worth no loop.
+            let parent = self.hashes.last().copied().unwrap_or(self.salt);
+            let hash = hasher.chain(parent, self.block_tokens(column as u32, block_size));
+            self.hashes.push(hash);
+            return hash;
+        }
+        self.hash_blocks(column as u32, block_size, hasher);
+        self.hashes[column]
     }
 
     /// The hash of the prefix before full block `column`, whose own is known; the salt, before the first.

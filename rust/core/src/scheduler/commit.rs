@@ -110,7 +110,6 @@ impl Scheduler {
             } else {
                 self.append_ids::<false>(&rows[..num_single], rest)
             };
-            num_single = num_single.saturating_sub(num_appended + 1);
             tally.used += num_appended as u32;
             rest = &rest[num_appended..];
             let ([row, rows_behind @ ..], [count, counts_behind @ ..]) =
@@ -119,7 +118,12 @@ impl Scheduler {
                 break;
             };
             let (ids, ids_behind) = rest.split_at(*count as usize);
-            self.commit_row(row, ids, &mut tally);
+            if num_single > num_appended && self.fill_block(row, ids[0]) {
+                tally.used += 1;
+            } else {
+                self.commit_row(row, ids, &mut tally);
+            }
+            num_single = num_single.saturating_sub(num_appended + 1);
             (rows, num_ids, rest) = (rows_behind, counts_behind, ids_behind);
         }
         if self.config.step_target_us > 0 {
@@ -226,6 +230,35 @@ impl Scheduler {
         }
         self.events.take_room(num_appended);
         num_appended
+    }
+
+    /// Appends an id that may fill a block, and is nothing more; `false`, and no change, where it is.
+    #[inline]
+    fn fill_block(&mut self, row: &RowInFlight, id: i32) -> bool {
+        let Some(sequence) = self.arena.get_mut(row.handle) else {
+            return false;
+        };
+        if !sequence.is_quiet_in_block(id) {
+            return false;
+        }
+        self.events.push(
+            row.handle,
+            EventKind::Token,
+            id.into(),
+            sequence.num_output().into(),
+        );
+        sequence.num_pending -= 1;
+        sequence.num_rows_in_flight -= 1;
+        sequence.num_computed += row.count;
+        sequence.append(id);
+        if self.config.key == KeyPolicy::Fair {
+            let weight = u64::from(self.config.fair_output_weight);
+            self.accounts.charge(sequence.standing.account, weight);
+        }
+        let slot = row.handle.slot();
+        self.register_computed(slot);
+        self.arena[slot].stay_quiet(self.config.block_size);
+        true
     }
 
     fn commit_row(&mut self, row: &RowInFlight, ids: &[i32], tally: &mut Tally) {
