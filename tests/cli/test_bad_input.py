@@ -142,6 +142,19 @@ def test_a_closed_standard_output_is_no_crash():
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the stream")
+def test_an_answer_needs_neither_stream(noria, tiny_llama):
+    argv = ("generate", str(tiny_llama), "the wheel", "--max-tokens", "4")
+    command = f"{shlex.join([sys.executable, '-m', 'noria.cli', *argv])} "
+    expected = noria(*argv)
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        done = subprocess.run(["sh", "-c", command + closed], capture_output=True, text=True, check=False)
+        assert done.returncode == 0
+        assert "Traceback" not in done.stderr
+        if closed == "2>&-":
+            assert done.stdout == expected.out
+
+
 def _entry(**changes: object) -> dict[str, object]:
     return {"prompt_token_ids": [1, 2], "max_tokens": 3} | changes
 

@@ -3,8 +3,10 @@
 import io
 import json
 import re
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from noria import LLM, SamplingParams
 from noria.cli.seats import one_line
@@ -173,7 +175,8 @@ def test_lines_of_json_go_in_and_out(noria, llm, tiny_llama, monkeypatch):
     lines = ['"the wheel"', "", "[5, 6, 7]", '{"prompt": "water\\nfalls"}', "[1000000]"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     finished = noria("generate", tiny_llama, "turns", "-", "--json-lines", "--max-tokens", "24")
-    assert finished.code == 0, finished.err
+    assert finished.code == 1, "the last prompt is none"
+    assert "noria: prompt 5 (token ids 1000000): " in finished.err
     told = [json.loads(line) for line in finished.out.splitlines()]
     prompts = ["turns", "the wheel", [5, 6, 7], "water\nfalls"]
     assert [one["prompt"] for one in told] == [*prompts, [1000000]]
@@ -245,3 +248,37 @@ def test_a_misspelt_option_is_told_the_nearest_of_all_options(noria, tiny_llama)
     for word, meant in (("--json-shema", "--json-schema"), ("--systm", "--system"), ("--top-pp", "--top-p")):
         complaint = noria("generate", tiny_llama, "the wheel", word).complaint
         assert complaint.endswith(f"Unknown option: {word}. Did you mean {meant}?")
+
+
+def test_all_answers_to_one_prompt_run_at_once(noria, tiny_llama):
+    flags = ("--n", "3", "--temperature", "1", "--max-model-len", "64", "--max-tokens", "2")
+    assert " 192 tokens = " in noria("generate", tiny_llama, "the wheel", *flags).err
+    assert " 128 tokens = " in noria("generate", tiny_llama, "the wheel", *flags, "--max-num-seqs", "2").err
+
+
+@pytest.mark.parametrize("value", ["0", "-5"])
+def test_no_seat_is_refused(noria, tiny_llama, value):
+    complaint = noria("generate", tiny_llama, "the wheel", "--max-num-seqs", value).complaint
+    assert f"max_num_seqs is {value}; it must be" in complaint
+
+
+@pytest.fixture(scope="module")
+def broken_llama(tiny_llama, tmp_path_factory):
+    """The same, whose logits are not finite."""
+    folder = tmp_path_factory.mktemp("broken") / "llama"
+    shutil.copytree(tiny_llama, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("prompts", [("the wheel",), ("the wheel", "water")])
+@pytest.mark.parametrize("flags", [(), ("--json-lines",)])
+def test_an_answer_that_fails_is_told_with_its_cause_and_exits_with_1(noria, broken_llama, prompts, flags):
+    finished = noria("generate", broken_llama, *prompts, *flags)
+    assert finished.code == 1
+    for number, prompt in enumerate(prompts, start=1):
+        assert f"noria: prompt {number} ({prompt}): no token could be sampled" in finished.err
+    if flags:
+        assert all("no token" in json.loads(line)["error"] for line in finished.out.splitlines())

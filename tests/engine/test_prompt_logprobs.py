@@ -17,17 +17,22 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("llama", "torch"), ("gemma2", "torch"), ("gpt_neox", "torch"), ("llama", "cpu"), ("gemma2", "cpu")],
+)
 def test_prompts_are_scored_in_chunks_of_steps_and_of_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, backend: str
 ) -> None:
     peer = save_model(tmp_path, tiny_config(family, **HEADS[family]))
     prompts = [token_ids(70, 0), token_ids(41, 1), token_ids(1, 2)]
     monkeypatch.setattr(scores, "_CHUNK_BYTES", 7 * 4 * 97)  # seven tokens at a time
+    monkeypatch.setattr(scores, "_RECOMPUTED_BYTES", 17 * 4 * 97)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
     with LLM(
         tmp_path,
-        dtype="float64",
+        dtype="float64" if backend == "torch" else "float32",
+        backend=backend,
         skip_tokenizer_init=True,
         num_kv_blocks=40,
         max_num_seqs=4,

@@ -11,13 +11,16 @@ from transformers import PreTrainedModel
 from noria import LLM, PromptTooLongError, RejectedError
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, PreTrainedModel]]:
+@pytest.fixture(scope="module", params=["torch", "cpu"])
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, PreTrainedModel]]:
     directory = tmp_path_factory.mktemp("scored")
     peer = save_model(directory, tiny_config("llama"))
     with LLM(
         directory,
-        dtype="float64",
+        dtype="float64" if request.param == "torch" else "float32",
+        backend=request.param,
         skip_tokenizer_init=True,
         num_kv_blocks=40,
         max_num_seqs=8,

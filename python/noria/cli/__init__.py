@@ -4,6 +4,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
 
 from noria.errors import NoriaError
 
@@ -19,9 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0; 1 if what was to be written could not be; 2 for a bad flag, file or model (one
-        line on stderr); 130 after Ctrl-C.
+        The exit code: 0; 1 if an answer failed, or what was to be written could not be; 2 for a bad flag,
+        file or model (one line on stderr); 130 after Ctrl-C.
     """
+    # Closed by `>&-` or `2>&-`: what is written there goes nowhere.
+    if sys.stdout is None:
+        sys.stdout = _sink()
+    if sys.stderr is None:
+        sys.stderr = _sink()
     for stream in (sys.stdout, sys.stderr):
         # A model may say what the terminal's encoding cannot: a question mark there, not a traceback.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -34,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # The reader has left (`noria ... | head`), or the disk is full. Python flushes stdout once more at
         # exit: give it a sink.
-        if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
         return EXIT_OUTPUT_LOST
@@ -52,14 +58,17 @@ def _run(words: list[str]) -> int:
     from noria.cli.app import build_app
 
     try:
-        build_app()(words, exit_on_error=False, print_error=False, result_action="return_value")
-        if sys.stdout is not None:  # closed by `>&-`
-            sys.stdout.flush()
+        code = build_app()(words, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
     except CycloptsError as error:
         return _complain(f"{error} Try --help.")
     except NoriaError as error:
         return _complain(str(error))
-    return 0
+    return code if isinstance(code, int) else 0
+
+
+def _sink() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _complain(message: str) -> int:

@@ -44,7 +44,7 @@ def version() -> str:
         return "not installed"
 
 
-def _add(app: App, command: Callable[..., None], examples: str) -> None:
+def _add(app: App, command: Callable[..., int | None], examples: str) -> None:
     # A docstring's lines are broken for the source; the terminal breaks a paragraph where it has to.
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -22,7 +22,7 @@ from noria.cli.options import (
     parse_ids,
     resolve_model,
 )
-from noria.cli.printed import print_all, print_lines, print_logprobs
+from noria.cli.printed import print_all, print_errors, print_lines, print_logprobs
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from noria.llm import LLM
-    from noria.outputs import Events
+    from noria.outputs import Events, RequestOutput
     from noria.prompts import PromptInput
     from noria.sampling.params import SamplingParams
 
@@ -49,6 +49,7 @@ _NO_ENGINE_FLAGS = EngineFlags()
 _NO_SAMPLING_FLAGS = SamplingFlags()
 _NO_STRUCTURE_FLAGS = StructureFlags()
 _MAX_TOKENS = 128
+EXIT_FAILED = 1
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 
 
@@ -98,10 +99,11 @@ def generate(
     sampling: SamplingFlags = _NO_SAMPLING_FLAGS,
     model_flags: ModelFlags = _NO_MODEL_FLAGS,
     engine_flags: EngineFlags = _NO_ENGINE_FLAGS,
-) -> None:
+) -> int:
     """Answer one prompt or several.
 
-    The text goes to standard output, what is worth knowing about the run to standard error.
+    The text goes to standard output, what is worth knowing about the run to standard error. It ends with
+    status 1 if an answer ends with an error.
     """
     _refuse_options(prompts)
     if not prompts and not prompt_token_ids:
@@ -134,7 +136,8 @@ def generate(
         backend=model_flags.backend,
         quantization=model_flags.quantization,
         max_model_len=model_flags.max_model_len,
-        max_num_seqs=max(1, min(engine_flags.max_num_seqs, len(given))),  # no more KV than needed
+        # No more KV than needed; what is below 1 is refused.
+        max_num_seqs=min(engine_flags.max_num_seqs, max(1, len(given) * n)),
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,
         block_size=engine_flags.block_size,
         num_kv_blocks=engine_flags.num_kv_blocks,
@@ -145,11 +148,14 @@ def generate(
             chat_ids(llm, prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given
         ]
         if json_lines:
-            print_lines(llm.generate(inputs, params, on_error="return"), given)
+            outputs = llm.generate(inputs, params, on_error="return")
+            print_lines(outputs, given)
         elif len(inputs) == n == 1:
-            _stream_one(llm, inputs[0], params)
+            outputs = [_stream_one(llm, inputs[0], params)]
         else:
-            print_all(llm.generate(inputs, params), given)
+            outputs = llm.generate(inputs, params)
+            print_all(outputs, given)
+        return EXIT_FAILED if print_errors(outputs, given) else 0
 
 
 def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]":
@@ -180,7 +186,7 @@ def _refuse_options(prompts: tuple[str, ...]) -> None:
             raise ConfigError(f"Unknown option: {prompt}. {hint}", name=prompt, value=prompt)
 
 
-def _option_names(command: Callable[..., None]) -> Iterator[str]:
+def _option_names(command: Callable[..., object]) -> Iterator[str]:
     """A command's options, as they are written; a group of flags is the default of its parameter."""
     for parameter in inspect.signature(command).parameters.values():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -253,7 +259,7 @@ def chat_ids(llm: "LLM", text: str, system: str | None = None) -> list[int]:
     return llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
-def _stream_one(llm: "LLM", prompt: "PromptInput", params: "SamplingParams") -> None:
+def _stream_one(llm: "LLM", prompt: "PromptInput", params: "SamplingParams") -> "RequestOutput":
     from noria.cli.answer import AnswerPieces
 
     answer = AnswerPieces(llm, params)
@@ -277,3 +283,4 @@ def _stream_one(llm: "LLM", prompt: "PromptInput", params: "SamplingParams") -> 
     if completion.logprobs is not None:
         print_logprobs(completion.logprobs)
     print(f"{line}; finish reason: {completion.finish_reason}", file=sys.stderr)
+    return output

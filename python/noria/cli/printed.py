@@ -1,6 +1,7 @@
 """Answers on standard output: for people, and as lines of JSON."""
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,7 @@ _HEADER_CHARS = 72
 def print_all(outputs: "Sequence[RequestOutput]", prompts: "Sequence[PromptInput]") -> None:
     """Every answer under its prompt."""
     for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True), start=1):
-        one_line = " ".join(_header(prompt).split())
-        shown = one_line if len(one_line) <= _HEADER_CHARS else one_line[: _HEADER_CHARS - 3] + "..."
+        shown = _shown(prompt)
         for completion in output.outputs:
             which = "" if len(output.outputs) == 1 else f" ({completion.index + 1} of {len(output.outputs)})"
             print(f"[{number}/{len(outputs)}] {shown}{which}")
@@ -31,6 +31,21 @@ def print_lines(outputs: "Sequence[RequestOutput]", prompts: "Sequence[PromptInp
     for output, prompt in zip(outputs, prompts, strict=True):
         for completion in output.outputs:
             print(json.dumps(_told(output, prompt, completion), ensure_ascii=False), flush=True)
+
+
+def print_errors(outputs: "Sequence[RequestOutput]", prompts: "Sequence[PromptInput]") -> bool:
+    """A line on standard error for each prompt with an answer that failed.
+
+    Returns:
+        Whether there is one.
+    """
+    has_failed = False
+    for number, (output, prompt) in enumerate(zip(outputs, prompts, strict=True), start=1):
+        if any(completion.finish_reason == "error" for completion in output.outputs):
+            has_failed = True
+            cause = " ".join((output.error or "it ended with an error").split())
+            print(f"noria: prompt {number} ({_shown(prompt)}): {cause}", file=sys.stderr)
+    return has_failed
 
 
 def print_logprobs(logprobs: "Sequence[TokenLogprobs]") -> None:
@@ -63,6 +78,12 @@ def _told(
             for entry in completion.logprobs
         ]
     return told
+
+
+def _shown(prompt: "PromptInput") -> str:
+    """A prompt on one short line."""
+    one_line = " ".join(_header(prompt).split())
+    return one_line if len(one_line) <= _HEADER_CHARS else one_line[: _HEADER_CHARS - 3] + "..."
 
 
 def _header(prompt: "PromptInput") -> str:

@@ -68,6 +68,11 @@ class Model:
         """A clause that says what runs it: noria's own forward, or transformers' modules."""
         return implementation(self.config)
 
+    @property
+    def has_open_head(self) -> bool:
+        """Whether its head's input can be had: not of a recorded program, nor of transformers' modules."""
+        return self.program is None and not self.config.is_foreign
+
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Computes one step; K and V of its tokens are in the cache when it returns.
 

@@ -1,6 +1,6 @@
 """Log probabilities on their way to the host, and those of prompt tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from noria.sampling.logprobs import TokenLogprobs, token_logprobs
 
 _CHUNK_BYTES = 2**26
 """A prompt's logits are made in chunks of this size: 2,048 tokens of a large vocabulary would take 1.2 GB."""
+_RECOMPUTED_BYTES = 2**28
+"""The same where each chunk costs the step's forward again."""
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,12 +115,57 @@ class PromptScorer:
             targets: what is scored.
             logits_of: from indices of the step's tokens `[n]` to their logits `[n, vocab_size]`.
         """
-        num = max(1, _CHUNK_BYTES // (self._vocab_size * 4))
         parts = []
-        for start in range(0, len(targets.tokens), num):
-            tokens = torch.from_numpy(targets.tokens[start : start + num]).to(self._device)
-            ids = torch.from_numpy(targets.ids[start : start + num]).to(self._device)
-            parts.append(token_logprobs(logits_of(tokens), ids, targets.k))
+        for chunk in self._chunks(0, len(targets.tokens), _CHUNK_BYTES):
+            tokens = torch.from_numpy(targets.tokens[chunk]).to(self._device)
+            parts.append(self._scored(targets, chunk, logits_of(tokens)))
+        return self._pending(targets, parts)
+
+    def score_recomputed(
+        self,
+        targets: "ScoredTokens",
+        logits_indices: torch.Tensor,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, PendingScores]:
+        """Computes a step, and scores them, where logits come of whole forwards only.
+
+        One forward gives the step's own logits and a large chunk of the prompt's; each further chunk takes
+        one more, which writes the same K and V again.
+
+        Args:
+            targets: what is scored.
+            logits_indices: `[num_logits]`: tokens whose logits the step samples from.
+            forward: computes the step; from indices of its tokens `[n]` to their logits `[n, vocab_size]`.
+
+        Returns:
+            The logits of `logits_indices`, and the scores.
+        """
+        own: torch.Tensor | None = None
+        parts = []
+        for block in self._chunks(0, len(targets.tokens), _RECOMPUTED_BYTES):
+            tokens = torch.from_numpy(targets.tokens[block]).to(self._device)
+            if own is None:
+                logits = forward(torch.cat([logits_indices, tokens]))
+                # A copy: a part would keep all of it.
+                own, logits = logits[: len(logits_indices)].clone(), logits[len(logits_indices) :]
+            else:
+                logits = forward(tokens)
+            for chunk in self._chunks(block.start, block.stop, _CHUNK_BYTES):
+                part = logits[chunk.start - block.start : chunk.stop - block.start]
+                parts.append(self._scored(targets, chunk, part))
+        assert own is not None  # there is at least one target
+        return own, self._pending(targets, parts)
+
+    def _chunks(self, start: int, stop: int, num_bytes: int) -> Iterator[slice]:
+        """Ranges whose logits take so much memory at most, but for one token's."""
+        num = max(1, num_bytes // (self._vocab_size * 4))
+        for first in range(start, stop, num):
+            yield slice(first, min(first + num, stop))
+
+    def _scored(self, targets: "ScoredTokens", chunk: slice, logits: torch.Tensor) -> TokenLogprobs:
+        return token_logprobs(logits, torch.from_numpy(targets.ids[chunk]).to(self._device), targets.k)
+
+    def _pending(self, targets: "ScoredTokens", parts: Sequence[TokenLogprobs]) -> PendingScores:
         whole = TokenLogprobs(
             torch.cat([part.ids for part in parts]),
             torch.cat([part.values for part in parts]),

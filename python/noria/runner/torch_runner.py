@@ -101,16 +101,21 @@ class TorchExecutor:
                 self._logits = self._model.forward(self._inputs(view), self._kv)
                 return
             inputs = self._inputs(view)
-            ops = HeadTap(inputs, self._kv, self._model.attention)
-            self._logits = self._model.network.forward(ops)
+            if self._model.has_open_head:
+                ops = HeadTap(inputs, self._kv, self._model.attention)
+                self._logits = self._model.network.forward(ops)
+                softcap = self._model.config.logits_softcap
+                self._prompt_scores = self._prompt_scorer.score(
+                    targets, lambda tokens: ops.logits_of(tokens, softcap)
+                )
+                return
 
-            def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-                if ops.hidden is not None:
-                    return ops.logits_of(tokens, self._model.config.logits_softcap)
-                # A module of transformers has a head of its own: the step is computed again for these logits.
+            def forward(tokens: torch.Tensor) -> torch.Tensor:
                 return self._model.forward(replace(inputs, logits_indices=tokens), self._kv)
 
-            self._prompt_scores = self._prompt_scorer.score(targets, logits_of)
+            self._logits, self._prompt_scores = self._prompt_scorer.score_recomputed(
+                targets, inputs.logits_indices, forward
+            )
 
     def sample(self, view: StepView, masks: HostMasks | None) -> PendingIds:
         with torch.inference_mode(), _device_errors():
