@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from noria.bench.cases import CaseRow
+    from noria.bench.trace_cases import Trace
 
 EXAMPLES = """Examples:
 
@@ -38,22 +39,23 @@ def cases(
 
     from noria.bench.cases import VLLM_SOURCE, run_cases
 
+    read = (
+        None if trace is None else _read_trace(trace, num_requests)
+    )  # its errors need not wait for the cases
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     rows = run_cases()
     console.print(_table(rows))
     console.print(f"vLLM's side is stored: {VLLM_SOURCE}.")
-    if trace is not None:
-        _run_trace(console, trace, num_requests)
+    if read is not None:
+        _run_trace(console, read)
     missed = [row.case for row in rows if not row.is_met]
     if missed:
         console.print(f"Not met: {', '.join(missed)}.")
         raise SystemExit(1)
 
 
-def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
-    from rich.table import Table
-
-    from noria.bench.trace_cases import NUM_SEATS, read_trace, run_admissions, run_orders
+def _read_trace(path: Path, num_requests: int) -> "Trace":
+    from noria.bench.trace_cases import read_trace
 
     if num_requests < 1:
         raise ConfigError(
@@ -61,7 +63,14 @@ def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
             name="--num-requests",
             value=num_requests,
         )
-    read = read_trace(path, num_requests)
+    return read_trace(path, num_requests)
+
+
+def _run_trace(console: "Console", read: "Trace") -> None:
+    from rich.table import Table
+
+    from noria.bench.trace_cases import NUM_SEATS, run_admissions, run_orders
+
     admissions = run_admissions(read)
     table = Table(title=f"{len(read.lengths)} requests at once, 65,536 KV tokens, max_tokens 2,048")
     for name in (
