@@ -451,6 +451,7 @@ class LLM:
                     progress.update(collector.num_finished, collector.num_tokens)
                     if on_events is not None:
                         on_events(events, prompt_indices[indices])
+                    self.engine.raise_interrupt()
             except BaseException:
                 # After a second Ctrl-C the step in flight is not waited for: the next call's first turn does.
                 self._assembly.abandon(submitted, waits=not interrupts.has_second)
