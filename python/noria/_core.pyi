@@ -376,10 +376,10 @@ def measure_bandwidth(seconds: float, num_threads: int | None = None) -> float:
     """
 
 def measure_fma(seconds: float, num_threads: int | None = None) -> float:
-    """float32 multiply-adds of noria-cpu's instruction set, in GFLOP/s (two in each); as `measure_bandwidth`."""
+    """float32 multiply-adds of the instruction set, GFLOP/s (two in each); as `measure_bandwidth`."""
 
 def measure_int8(seconds: float, num_threads: int | None = None) -> float:
-    """The instruction that 8-bit weights are multiplied by, in GOP/s (two a product); as `measure_bandwidth`."""
+    """What 8-bit weights are multiplied by, GOP/s (two a product); as `measure_bandwidth`."""
 
 @final
 class CpuBuilder:
@@ -447,7 +447,7 @@ class CpuProgram:
     def stage_ns(self) -> list[tuple[str, int]]:
         """What each stage does, in order, and its nanoseconds since the program was built.
 
-        A product is "linear IN to OUT" or "head IN to OUT"; others are "attention" or the name of an op on rows.
+        A product is "linear IN to OUT" or "head IN to OUT"; others are "attention" or an op on rows.
         """
 
     def run(

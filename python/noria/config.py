@@ -126,6 +126,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
+        model_text(self.model)
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("backend", self.backend, BACKENDS)
         if self.quantization not in QUANTIZATIONS:
@@ -423,6 +424,21 @@ class ResolvedConfig:
             hash_seed=secrets.randbits(64),
             record=record,
         )
+
+
+def model_text(model: object) -> str:
+    """A model's path or name, as `EngineConfig` takes it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model is {model!r}; it must be the path of a folder or of a .gguf file, or a hub's owner/name",
+            name="model",
+            value=model,
+        )
+    return str(model)
 
 
 def model_path(model: str) -> Path:

@@ -126,6 +126,7 @@ class Engine:
         self._times: list[tuple[int, int]] = []
         self._scores: list[Scores] = []  # of this turn
         self._num_scored = 0  # requests that ask for them
+        self._interrupt: KeyboardInterrupt | None = None  # that a logits edit raised, until someone asks
         self._log = TokenLog()
 
     # ---- what a caller asks
@@ -188,6 +189,12 @@ class Engine:
     def take_cause(self, handle: int) -> str | None:
         """Why a request ended as `ERROR`, once; None if it did not."""
         return self._causes.pop(handle, None)
+
+    def raise_interrupt(self) -> None:
+        """Raises a KeyboardInterrupt that a request's logits edit raised, once; that request has ended."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
     # ---- requests
 
@@ -497,6 +504,8 @@ class Engine:
                 result.step, sampled.num_ids, sampled.ids, result.device_us, now_us
             )
             self._collect(num_events, now_us, _NO_TOKEN)
+            if sampled.interrupt is not None:
+                self._interrupt = sampled.interrupt
             if oldest.row_handles is not None:
                 self._scores += scores_of(sampled, oldest.row_handles)
         idle_us = result.forward_wait_us

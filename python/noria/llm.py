@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from noria.answers import refused_output
 from noria.assembly import Assembly
-from noria.config import EngineConfig
+from noria.config import EngineConfig, model_text
 from noria.engine import Engine
 from noria.errors import ConfigError, NoriaError, RejectedError
 from noria.hints import SchedulingHints, spread_hints
@@ -112,7 +112,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
     ) -> None:
         self.config = EngineConfig(
-            model=str(model),
+            model=model_text(model),
             dtype=dtype,
             device=device,
             backend=backend,
@@ -365,6 +365,10 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.default_sampling_params
         params = _spread_params(sampling_params, len(given))
+        if priority is not None and not isinstance(priority, Sequence | np.ndarray):
+            raise RejectedError(
+                f"priority is {priority!r}; it must be a list of one integer for each prompt", value=priority
+            )
         if priority is not None and len(priority) != len(given):
             raise RejectedError(
                 f"{len(priority)} priorities were given for {len(given)} prompts",
@@ -468,6 +472,7 @@ class LLM:
                     progress.update(collector.num_finished, collector.num_tokens)
                     if on_events is not None:
                         on_events(events, prompt_indices[indices])
+                    self.engine.raise_interrupt()
             except BaseException:
                 # After a second Ctrl-C the step in flight is not waited for: the next call's first turn does.
                 self._assembly.abandon(submitted, waits=not interrupts.has_second)

@@ -147,6 +147,7 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in (
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logit_bias", list(params.logit_bias or ())),
+        ("stop_token_ids", params.stop_token_ids),
     ):
         unknown = [token_id for token_id in ids if token_id >= vocab_size]
         if unknown:

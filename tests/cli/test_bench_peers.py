@@ -38,6 +38,16 @@ def test_an_engine_that_dies_is_named_with_what_it_said_last(noria, tiny_llama, 
     assert "vllm ended: no such device" in ran.complaint
 
 
+def test_smollm2_stands_for_its_file(noria, monkeypatch, tmp_path):
+    file = tmp_path / "packaged.gguf"
+    file.touch()
+    monkeypatch.setattr("noria.cli.options.find_smollm2", lambda: file)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    ran = noria("bench", "peers", "--gguf", "smollm2", "--run", "llama.cpp")
+    assert "no environment" in ran.complaint, "the file was found"
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

@@ -188,6 +188,21 @@ def test_lines_of_json_go_in_and_out(noria, llm, tiny_llama, monkeypatch):
     assert "1000000" in told[-1]["error"]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("flags", [(), ("--json-lines",)])
+def test_what_is_no_text_is_no_standard_input(noria, tiny_llama, monkeypatch, errors, flags):
+    stdin = io.TextIOWrapper(io.BytesIO(b"the \xff\xfe wheel"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    complaint = noria("generate", tiny_llama, "-", *flags).complaint
+    assert complaint == "noria: standard input is not UTF-8 text"
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(noria, tiny_llama):
+    finished = noria("generate", tiny_llama, "the wheel", "--stop-token-ids", "999999")
+    assert finished.code == 2
+    assert "stop_token_ids has the token id 999999" in finished.err
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [("{torn", "line 1 of standard input is not valid JSON"), ("5", "must be a text, a list")],

@@ -18,6 +18,7 @@ COMMANDS = [
     ("bench", "throughput"),
     ("bench", "scheduler"),
     ("bench", "cases"),
+    ("bench", "peers"),
 ]
 
 

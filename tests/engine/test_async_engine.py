@@ -200,6 +200,9 @@ def test_a_bad_request_is_the_error_of_its_own_stream(run_async: Run) -> None:
     def breaks(_ids: list[int], _logits: Any) -> Any:
         raise ValueError("a processor of the user's")
 
+    def interrupts(_ids: list[int], _logits: Any) -> Any:
+        raise KeyboardInterrupt
+
     async def use(engine: AsyncEngine) -> None:
         good = [engine.generate([5, index], GREEDY) for index in range(3, 6)]
         bad = {
@@ -214,9 +217,10 @@ def test_a_bad_request_is_the_error_of_its_own_stream(run_async: Run) -> None:
                 await anext(stream)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
-        broken = await engine.generate([5], SamplingParams(logits_processors=[breaks])).last()
-        assert broken.outputs[0].finish_reason == "error"
-        assert broken.error is not None
+        for fails in (breaks, interrupts):
+            broken = await engine.generate([5], SamplingParams(logits_processors=[fails])).last()
+            assert broken.outputs[0].finish_reason == "error"
+            assert broken.error is not None
         with pytest.raises(TokenizerError, match="no chat template"):
             await engine.chat([{"role": "user", "content": "w5"}]).last()
         outputs = await asyncio.gather(*(stream.last() for stream in good))

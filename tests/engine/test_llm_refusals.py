@@ -9,13 +9,16 @@ from llm_harness import GREEDY, MakeLLM, assert_nothing_is_left, ids
 
 from noria import (
     LLM,
+    AsyncEngine,
     ConfigError,
     EmptyPromptError,
+    EngineConfig,
     MaxTokensError,
     ModelError,
     PromptTooLongError,
     RejectedError,
     SamplingParams,
+    SamplingParamsError,
     TokenizerError,
     TokenOutOfRangeError,
 )
@@ -55,8 +58,24 @@ def test_numbers_of_arguments_must_agree(llm: LLM) -> None:
         llm.generate([[5], [6], [7]], [GREEDY, GREEDY])
     with pytest.raises(RejectedError, match="1 priorities were given for 2 prompts"):
         llm.generate([[5], [6]], GREEDY, priority=[1])
+    with pytest.raises(RejectedError, match="priority is 1; it must be a list"):
+        llm.generate([[5], [6]], GREEDY, priority=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="on_error is 'ignore'"):
         llm.generate([[5]], GREEDY, on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_a_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="model is None; it must be the path"):
+        LLM(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model is 5; it must be the path"):
+        EngineConfig(model=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"AsyncEngine takes no max_num_seqs; give it EngineConfig\(model"):
+        AsyncEngine("model", max_num_seqs=2)  # type: ignore[arg-type]
+
+
+def test_a_stop_token_outside_the_vocabulary_is_named(llm: LLM) -> None:
+    with pytest.raises(SamplingParamsError, match="stop_token_ids has the token id 97; the model has 97"):
+        llm.generate([[5]], SamplingParams(stop_token_ids=[3, 97]))
 
 
 def test_a_request_that_breaks_its_step_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

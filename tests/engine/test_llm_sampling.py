@@ -258,3 +258,27 @@ def test_a_conversation_is_answered_through_the_models_template(
         for bad in ("w5", [5], {"role": "user"}):
             with pytest.raises(RejectedError, match="must be a list of messages"):
                 llm.chat(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), ValueError("no")])
+def test_a_processor_that_raises_ends_its_own_answer(llm: LLM, error: BaseException) -> None:
+    def fails(_ids: list[int], _row: Any) -> Any:
+        raise error
+
+    free = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    broken = dataclasses.replace(free, logits_processors=[fails])
+    outputs = llm.generate([[5], [6], [7]], [free, broken, free])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+
+
+def test_an_interrupt_in_a_processor_reaches_the_caller_and_leaves_the_engine_whole(llm: LLM) -> None:
+    def interrupts(ids: list[int], row: Any) -> Any:
+        if len(ids) == 2:
+            raise KeyboardInterrupt
+        return row
+
+    free = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    expected = llm.generate([[5]], free)[0].outputs[0].token_ids
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5], [6]], [free, dataclasses.replace(free, logits_processors=[interrupts])])
+    assert llm.generate([[5]], free)[0].outputs[0].token_ids == expected

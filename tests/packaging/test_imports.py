@@ -13,6 +13,14 @@ PACKAGE = ROOT / "python" / "noria"
 OF_EXTRAS = {("models/foreign.py", "transformers")}
 """What is imported where it is wanted, and found missing by a sentence."""
 
+DRIVERS = {
+    "bench/peers/drive_llama_cpp.py",
+    "bench/peers/drive_noria.py",
+    "bench/peers/drive_transformers.py",
+    "bench/peers/drive_vllm.py",
+}
+"""Scripts that each run in a peer's own environment, with their folder as the path."""
+
 
 def imported_modules(source: str) -> set[str]:
     """Top-level names of the modules that `source` imports anywhere, in functions too."""
@@ -41,10 +49,17 @@ def test_every_module_that_noria_imports_is_a_declared_dependency() -> None:
         (path.relative_to(PACKAGE).as_posix(), name)
         for path in PACKAGE.rglob("*.py")
         for name in imported_modules(path.read_text()) - sys.stdlib_module_names - {"noria"}
+        if path.relative_to(PACKAGE).as_posix() not in DRIVERS
     }
     assert {"torch", "numpy"} <= {name for _, name in foreign}
     declared = declared_modules()
     assert {(path, name) for path, name in foreign if name not in declared} == OF_EXTRAS
+
+
+def test_the_drivers_are_all_there_and_nothing_of_the_package_imports_one() -> None:
+    assert {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("drive_*.py")} == DRIVERS
+    names = {Path(driver).stem for driver in DRIVERS}
+    assert not any(f"import {name}" in path.read_text() for path in PACKAGE.rglob("*.py") for name in names)
 
 
 def test_every_declared_dependency_is_imported() -> None:

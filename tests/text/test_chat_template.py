@@ -153,6 +153,12 @@ def test_a_message_that_is_none_is_named_by_its_place(bad: Any) -> None:
         ChatTemplate("x", {}).render([CHAT[0], bad])
 
 
+@pytest.mark.parametrize("bad", [{"role": "user"}, {"role": "user", "content": None}])
+def test_a_message_that_says_nothing_is_named_by_its_place(bad: Any) -> None:
+    with pytest.raises(RejectedError, match="message 1 has no content"):
+        ChatTemplate(PLAIN, {}).render([{"role": "user", "content": ""}, bad])
+
+
 PLAIN = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
 READS_PARTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"

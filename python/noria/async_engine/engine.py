@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, get_args
+from typing import TYPE_CHECKING, Never, Self, get_args
 
 from noria.assembly import Assembly
 from noria.async_engine.desk import Desk, Outbox, Refused
 from noria.async_engine.growing import GrowingOutput, OutputKind
 from noria.async_engine.stream import OutputStream
 from noria.async_engine.thread import CLOSED, Abort, Commands, EngineThread, Stop, Submit, Tell, Wake
-from noria.config import EngineConfig
+from noria.config import EngineConfig, model_text
 from noria.errors import ConfigError, NoriaError, RejectedError
 from noria.hints import NO_HINTS, SchedulingHints
 from noria.prompts import Prompt, PromptInput, chat_prompt, tokenize_prompts
@@ -44,14 +44,21 @@ class AsyncEngine:
 
     Args:
         config: a model, or a model and how it is run.
+        options: none; those that `LLM` takes are fields of `EngineConfig`.
 
     Raises:
         ConfigError: a value does not fit the model.
         ModelError: the model cannot be loaded.
     """
 
-    def __init__(self, config: EngineConfig | str | Path) -> None:
-        self.config = config if isinstance(config, EngineConfig) else EngineConfig(model=str(config))
+    def __init__(self, config: EngineConfig | str | Path, **options: Never) -> None:
+        for name in options:
+            raise ConfigError(
+                f"AsyncEngine takes no {name}; give it EngineConfig(model=..., {name}=...)",
+                name="config",
+                value=config,
+            )
+        self.config = config if isinstance(config, EngineConfig) else EngineConfig(model=model_text(config))
         commands = Commands()
         self._commands = commands
         self._assembly = Assembly(self.config, wakes_engine=lambda: commands.put(Wake()))

@@ -23,6 +23,8 @@ _BLOCK_SIZE = 16
 _LOAD = 0.9
 MOST_REQUESTS = 100_000
 """Of a trace."""
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_COLUMN_NAMES = "TIMESTAMP, ContextTokens and GeneratedTokens"
 NUM_SEATS = 256
 """More than the KV cache holds: memory is what runs short."""
 
@@ -89,16 +91,28 @@ def read_trace(path: Path, num_requests: int) -> Trace:
         ConfigError: it is no such file.
     """
     try:
-        with path.open(newline="") as file:
-            rows = [row for _, row in zip(range(num_requests), csv.DictReader(file), strict=False)]
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ConfigError(
+                    f"--trace {path} is no CSV file with the columns {_COLUMN_NAMES}; "
+                    f"it lacks {' and '.join(missing)}",
+                    name="--trace",
+                    value=str(path),
+                )
+            rows = [row for _, row in zip(range(num_requests), reader, strict=False)]
         lengths = np.array(
             [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows], dtype=np.int64
         ).reshape(-1, 2)
         times = np.array([row["TIMESTAMP"][:26] for row in rows], dtype="datetime64[us]")
-    except (OSError, KeyError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (OSError, TypeError, ValueError, csv.Error) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"--trace {path} cannot be read ({error}); it must be a CSV file with the columns TIMESTAMP, "
-            "ContextTokens and GeneratedTokens",
+            f"--trace {path} cannot be read ({cause}); it must be a CSV file with the columns "
+            f"{_COLUMN_NAMES}",
             name="--trace",
             value=str(path),
         ) from error

@@ -13,6 +13,7 @@ from noria.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from noria.bench.lengths import LogNormalLengths
     from noria.bench.throughput import EngineFactory, Facts, ThroughputRun
     from noria.bench.workload import Workload
     from noria.config import EngineConfig
@@ -298,20 +299,29 @@ def _workload_from_file(flags: WorkloadFlags) -> "Workload | None":
 
 
 def _synthetic(flags: WorkloadFlags, vocab_size: int) -> "Workload":
-    from noria.bench.lengths import LogNormalLengths
     from noria.bench.workload import synthetic_workload
 
     return synthetic_workload(
         _DEFAULT_REQUESTS if flags.num_requests is None else flags.num_requests,
         vocab_size=vocab_size,
         seed=flags.seed,
-        prompt_lengths=LogNormalLengths(
-            flags.prompt_median, flags.prompt_sigma, flags.prompt_min, flags.prompt_max
+        prompt_lengths=_lengths(
+            "prompt", flags.prompt_median, flags.prompt_sigma, flags.prompt_min, flags.prompt_max
         ),
-        output_lengths=LogNormalLengths(
-            flags.output_median, flags.output_sigma, flags.output_min, flags.output_max
+        output_lengths=_lengths(
+            "output", flags.output_median, flags.output_sigma, flags.output_min, flags.output_max
         ),
     )
+
+
+def _lengths(of: str, median: float, sigma: float, low: int, high: int) -> "LogNormalLengths":
+    """Lengths of prompts or of outputs; an error says of which."""
+    from noria.bench.lengths import LogNormalLengths
+
+    try:
+        return LogNormalLengths(median, sigma, low, high)
+    except ConfigError as error:
+        raise ConfigError(f"{of} lengths: {error}", name=error.name, value=error.value) from None
 
 
 def _context(workload: "Workload", asked: int | None, model_limit: int | None) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from noria.bench.cases import CaseRow
+    from noria.bench.trace_cases import Trace
 
 EXAMPLES = """Examples:
 
@@ -44,6 +45,8 @@ def cases(
 
     from noria.bench.cases import VLLM_SOURCE, run_cases
 
+    # Its errors need not wait for the cases.
+    read = None if trace is None else _read_trace(trace, num_requests)
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     rows = run_cases()
     if model is not None:
@@ -53,18 +56,16 @@ def cases(
         rows += run_live_cases(resolve_model(model))
     console.print(_table(rows))
     console.print(f"vLLM's side is stored: {VLLM_SOURCE}.")
-    if trace is not None:
-        _run_trace(console, trace, num_requests)
+    if trace is not None and read is not None:
+        _run_trace(console, trace, read)
     missed = [row.case for row in rows if not row.is_met]
     if missed:
         console.print(f"Not met: {', '.join(missed)}.")
         raise SystemExit(1)
 
 
-def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
-    from rich.table import Table
-
-    from noria.bench.trace_cases import MOST_REQUESTS, NUM_SEATS, read_trace, run_admissions, run_orders
+def _read_trace(path: Path, num_requests: int) -> "Trace":
+    from noria.bench.trace_cases import read_trace
 
     if num_requests < 1:
         raise ConfigError(
@@ -72,7 +73,14 @@ def _run_trace(console: "Console", path: Path, num_requests: int) -> None:
             name="--num-requests",
             value=num_requests,
         )
-    read = read_trace(path, num_requests)
+    return read_trace(path, num_requests)
+
+
+def _run_trace(console: "Console", path: Path, read: "Trace") -> None:
+    from rich.table import Table
+
+    from noria.bench.trace_cases import MOST_REQUESTS, NUM_SEATS, read_trace, run_admissions, run_orders
+
     admissions = run_admissions(read)
     table = Table(title=f"{len(read.lengths)} requests at once, 65,536 KV tokens, max_tokens 2,048")
     for name in (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from noria.cli.options import packaged_model
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ EXAMPLES = """Examples:
   noria bench peers --hf ./SmolLM2-135M --run noria:float32,vllm:float32,transformers
 
   export NORIA_PEERS=llama.cpp=/opt/llama/bin/python
-  noria bench peers --gguf smollm2.gguf --run noria,llama.cpp:16 --workload workload.json
+  noria bench peers --gguf smollm2 --run noria,llama.cpp:16 --workload workload.json
 """
 
 _PIPE_WIDTH = 140
@@ -39,8 +40,10 @@ def peers(
         Path | None, Parameter(help="A folder with config.json: what all but llama.cpp load.")
     ] = None,
     gguf: Annotated[
-        Path | None,
-        Parameter(help="A GGUF file: what llama.cpp loads, and noria too where there is no --hf."),
+        str | None,
+        Parameter(
+            help="A GGUF file, or smollm2: what llama.cpp loads, and noria too where there is no --hf."
+        ),
     ] = None,
     workload: Annotated[
         Path | None,
@@ -88,17 +91,14 @@ def peers(
     if output_json is not None:
         check_writable(output_json)
     environments = read_environments()
-    entrants = [
-        parse_entrant(
-            text.strip(), environments, _existing(hf, "--hf", "folder"), _existing(gguf, "--gguf", "file")
-        )
-        for text in run.split(",")
-    ]
+    gguf_path = None if gguf is None else Path(packaged_model(gguf))
+    hf_model, gguf_model = _existing(hf, "--hf", "folder"), _existing(gguf_path, "--gguf", "file")
+    entrants = [parse_entrant(text.strip(), environments, hf_model, gguf_model) for text in run.split(",")]
     if workload is not None:
         asked = read_workload(workload)
         asked = Workload(asked.source, asked.requests[:num_requests])
     else:
-        asked = synthetic_workload(num_requests or 64, vocab_size=_vocab_size(hf or gguf))
+        asked = synthetic_workload(num_requests or 64, vocab_size=_vocab_size(hf or gguf_path))
     machine = detect_machine()
     num_threads = max(1, int(machine.num_usable_cpus))
     status_console = Console(stderr=True, highlight=False, markup=False)

@@ -165,11 +165,27 @@ def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]"
         if prompt != "-":
             given.append(prompt)
         elif json_lines:
-            lines = enumerate(sys.stdin, start=1)
+            lines = enumerate(_stdin_text().split("\n"), start=1)
             given += [_from_json(line, number) for number, line in lines if line.strip()]
         else:
-            given.append(sys.stdin.read().removesuffix("\n"))
+            given.append(_stdin_text().removesuffix("\n"))
     return given
+
+
+def _stdin_text() -> str:
+    """All of standard input.
+
+    Raises:
+        ConfigError: it is closed, or no text.
+    """
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed", name="PROMPT", value="-")
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in some locales, bytes that are no text come as lone surrogates
+    except UnicodeError:
+        raise ConfigError("standard input is not UTF-8 text", name="PROMPT", value="-") from None
+    return text
 
 
 def _refuse_options(prompts: tuple[str, ...]) -> None:

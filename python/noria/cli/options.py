@@ -267,9 +267,15 @@ def parse_ids(text: str, flag: str) -> list[int]:
     """Token ids from `"1,2,3"` (spaces allowed).
 
     Raises:
-        ConfigError: a piece is no integer; names the flag.
+        ConfigError: a piece is no integer, or is missing; names the flag.
     """
     ids: list[int] = []
+    if not all(piece.strip() for piece in text.split(",")):
+        raise ConfigError(
+            f"{flag}: an integer is missing in {text!r}; give integers separated by commas",
+            name=flag,
+            value=text,
+        )
     for piece in text.replace(",", " ").split():
         try:
             ids.append(int(piece))
@@ -279,8 +285,6 @@ def parse_ids(text: str, flag: str) -> list[int]:
                 name=flag,
                 value=text,
             ) from None
-    if not ids:
-        raise ConfigError(f"{flag}: no integers in {text!r}", name=flag, value=text)
     return ids
 
 

@@ -18,6 +18,7 @@ SUMMARIES = {
     "bench throughput": "Output tokens per second, steps, occupancy and latencies of a workload.",
     "bench scheduler": "Cost of the decision core in steady decode, seen from Python.",
     "bench cases": "Cases in which a scheduler under pressure goes wrong, beside vLLM's stored figures.",
+    "bench peers": "Output tokens per second of noria and of its peers, each from an environment of its own.",
     "models": "List what is supported; of one model, show its shape, its memory, and what fits.",
     "env": "Show machine, instruction sets, memory and versions, and what 'auto' means here.",
 }

@@ -141,6 +141,7 @@ class SampledIds:
             over both jobs says it.
         output_scores: of the tokens themselves, where asked for.
         prompt_scores: of prompt tokens in the step, where asked for.
+        interrupt: a KeyboardInterrupt that a logits edit raised; its own request ends all the same.
     """
 
     num_ids: npt.NDArray[np.int32]
@@ -148,6 +149,7 @@ class SampledIds:
     device_us: int | None = None
     output_scores: TokenScores | None = None
     prompt_scores: TokenScores | None = None
+    interrupt: KeyboardInterrupt | None = None
 
 
 class PendingIds(Protocol):

@@ -129,8 +129,8 @@ class TorchExecutor:
             outputs = expander.positions[last_tokens] + 1 - expander.num_prompt_tokens[seats]
             if not len(rows):
                 nothing = torch.empty(0, dtype=torch.int64)
-                return _Pending(view.num_rows, rows, nothing, self._started, None, prompt_scores)
-            is_supplied = _apply_masks(view, rows, logits, masks)
+                return _Pending(view.num_rows, rows, nothing, self._started, None, prompt_scores, None)
+            is_supplied, interrupt = _apply_masks(view, rows, logits, masks)
             # Seats go in on the host: the sampler reads there which operations the step needs.
             sampled = self._sampler.sample(
                 logits, torch.from_numpy(seats), self._moved(torch.from_numpy(outputs))
@@ -141,7 +141,7 @@ class TorchExecutor:
             at = sampled.logprob_rows
             if sampled.logprobs is not None and at is not None:
                 scores = PendingScores.of(rows[at], outputs[at], sampled.logprobs)
-            return _Pending(view.num_rows, rows, ids, self._started, scores, prompt_scores)
+            return _Pending(view.num_rows, rows, ids, self._started, scores, prompt_scores, interrupt)
 
     def _inputs(self, view: StepView) -> StepInputs:
         num_tokens, num_rows, num_seat_rows = view.num_tokens, view.num_rows, view.num_seat_rows
@@ -191,9 +191,19 @@ class _Pending:
         started: when the step's forward began.
         output_scores: of the ids, where asked for.
         prompt_scores: of prompt tokens, where asked for.
+        interrupt: what a logits edit raised that its caller is to hear of.
     """
 
-    __slots__ = ("_copied", "_ids", "_num_rows", "_output_scores", "_prompt_scores", "_rows", "_started")
+    __slots__ = (
+        "_copied",
+        "_ids",
+        "_interrupt",
+        "_num_rows",
+        "_output_scores",
+        "_prompt_scores",
+        "_rows",
+        "_started",
+    )
 
     def __init__(
         self,
@@ -203,7 +213,9 @@ class _Pending:
         started: torch.cuda.Event | None,
         output_scores: PendingScores | None,
         prompt_scores: PendingScores | None,
+        interrupt: KeyboardInterrupt | None,
     ) -> None:
+        self._interrupt = interrupt
         self._num_rows = num_rows
         self._rows = rows.copy()
         self._ids = to_host(ids)
@@ -228,12 +240,13 @@ class _Pending:
             device_us,
             None if self._output_scores is None else self._output_scores.wait(),
             None if self._prompt_scores is None else self._prompt_scores.wait(),
+            self._interrupt,
         )
 
 
 def _apply_masks(
     view: StepView, rows: npt.NDArray[np.int64], logits: torch.Tensor, masks: HostMasks | None
-) -> npt.NDArray[np.bool_]:
+) -> tuple[npt.NDArray[np.bool_], KeyboardInterrupt | None]:
     """Edits the logits of masked rows in place.
 
     Args:
@@ -243,13 +256,15 @@ def _apply_masks(
         masks: what the host supplied.
 
     Returns:
-        `[num_sample_rows]`: false for a masked row without a mask: it samples nothing.
+        `[num_sample_rows]`: false for a masked row without a mask: it samples nothing. And a
+        KeyboardInterrupt that an edit raised.
     """
+    interrupt: KeyboardInterrupt | None = None
     if not view.num_host_masked:
-        return np.ones(len(rows), dtype=np.bool_)
+        return np.ones(len(rows), dtype=np.bool_), None
     is_supplied: npt.NDArray[np.bool_] = (view.row_flags[rows] & _core.HOST_MASKED) == 0
     if masks is None:
-        return is_supplied
+        return is_supplied, None
     if len(masks.rows):
         at = np.searchsorted(rows, masks.rows)
         allowed = torch.from_numpy(masks.allowed).to(logits.device)
@@ -260,12 +275,14 @@ def _apply_masks(
         at_row = int(np.searchsorted(rows, row))
         try:
             logits[at_row] = edit(logits[at_row].clone())
-        except Exception:  # noqa: BLE001  it ends its own request, not the step
+        except BaseException as error:  # noqa: BLE001  whatever it is ends its own request, not the step
             _log.warning("a logits edit failed; its request ends", exc_info=True)
+            if isinstance(error, KeyboardInterrupt):
+                interrupt = error
             is_supplied[at_row] = False
             continue
         is_supplied[at_row] = True
-    return is_supplied
+    return is_supplied, interrupt
 
 
 @contextmanager

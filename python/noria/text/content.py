@@ -44,9 +44,12 @@ def with_text_content(message: Mapping[str, object], place: int, *, keeps_parts:
         keeps_parts: whether parts stay parts; else they become one text, a line each.
 
     Raises:
-        RejectedError: a part is not text.
+        RejectedError: a part is not text, or the message says nothing at all.
     """
     content = message.get("content")
+    # One that calls tools, or has what only its own template knows, may do without.
+    if content is None and not {key for key in message if message[key] is not None} - {"role", "name"}:
+        raise RejectedError(f"message {place} has no content; give it a text", value=dict(message))
     if content is None or isinstance(content, str):
         return dict(message)
     if isinstance(content, (bytes, Mapping)) or not isinstance(content, Sequence):
