@@ -148,6 +148,12 @@ def test_a_closed_standard_output_is_no_crash():
     assert done.stderr == ""
 
 
+def test_a_closed_standard_input_is_no_crash(noria, tiny_llama, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert noria("generate", tiny_llama, "-").complaint == "noria: standard input is closed"
+    assert noria("chat", tiny_llama).code == 0
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a shell closes the stream")
 def test_an_answer_needs_neither_stream(noria, tiny_llama):
     argv = ("generate", str(tiny_llama), "the wheel", "--max-tokens", "4")

@@ -62,7 +62,7 @@ def chat(
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ModelError(f"model {path.name} has no chat template; `noria generate` continues texts")
         conversation = Conversation(llm, params, system)
-        is_terminal = sys.stdin.isatty()
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
         if is_terminal:
             import readline  # noqa: F401  line editing and history for `input`
 
@@ -154,6 +154,8 @@ def _next_line(is_terminal: bool) -> str | None:
         try:
             if is_terminal:
                 return input(_PROMPT)
+            if sys.stdin is None:  # closed by `<&-`
+                return None
             line = sys.stdin.readline()
         except KeyboardInterrupt:
             # As in a shell: the line is dropped. Whoever wants to leave has Ctrl-D.

@@ -17,8 +17,8 @@ from noria.sampling.logprobs import TokenLogprobs, token_logprobs
 
 _CHUNK_BYTES = 2**26
 """A prompt's logits are made in chunks of this size: 2,048 tokens of a large vocabulary would take 1.2 GB."""
-_RECOMPUTED_BYTES = 2**28
-"""The same where each chunk costs the step's forward again."""
+_RECOMPUTED_BYTES = 3 * 2**27
+"""The same where each chunk costs the step's forward again: 2,048 tokens of SmolLM2's vocabulary are one."""
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
