@@ -117,7 +117,7 @@ def test_what_is_in_the_cache_is_taken_from_there(
     hub: FakeHub, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     fetch = "import sys; from noria.loading.hub import local_model; local_model(sys.argv[1])"
-    variables = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url}
+    variables = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     subprocess.run([sys.executable, "-c", fetch, "some/whole"], env=variables, check=True, timeout=240)
     (facts,) = describe(hub, tmp_path, "whole", HF_HUB_OFFLINE="1")
     assert facts == about(str(folders["whole"]), "float32", "cpu", 10**10) | {"model": "some/whole"}
