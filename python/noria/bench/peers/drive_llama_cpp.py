@@ -1,11 +1,18 @@
 """llama.cpp's server, as the package xllamacpp carries it, over HTTP on loopback."""
 
 import json
+import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 from protocol import Loaded, Request, Settings, drive
+
+
+def _free_port() -> int:
+    # The server takes a port as it is given, and 0 is none.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def load(settings: Settings) -> Loaded:
@@ -19,9 +26,8 @@ def load(settings: Settings) -> Loaded:
     params.n_ctx = slots * (-(-settings.max_model_len // 256) * 256)
     params.cpuparams.n_threads = settings.num_threads
     params.cpuparams_batch.n_threads = settings.num_threads
-    params.port = 0
+    params.port = _free_port()
     server = xllamacpp.Server(params)
-    address = server.listening_address + "/completion"
 
     def answer(request: Request) -> int:
         body = {
@@ -31,6 +37,8 @@ def load(settings: Settings) -> Loaded:
             "temperature": 0,
             "cache_prompt": False,
         }
+        # The server ends with its object, which is held here.
+        address = server.listening_address + "/completion"
         asked = urllib.request.Request(
             address, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
