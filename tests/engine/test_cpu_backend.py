@@ -5,7 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_harness import Answer, TorchBench, expected_reason, make_asks, reference_answer, tiny_config
+from torch_harness import (
+    Answer,
+    TorchBench,
+    answers_alone,
+    expected_reason,
+    make_asks,
+    reference_answer,
+    tiny_config,
+)
 
 from noria import LLM, SamplingParams, _core
 from noria.backends.choice import chosen_backend
@@ -27,9 +35,7 @@ def model(request: pytest.FixtureRequest, tiny_directory: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def alone(model: Model) -> list[Answer]:
-    """Each request by itself: whole prompt, one step at a time, no prefix cache."""
-    config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-    return [TorchBench(model, config).run([ask]).answers[0] for ask in ASKS]
+    return answers_alone(model, ASKS)
 
 
 # In the other formats weights are rounded, and the reference's are not.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch_harness import Answer, TorchBench, make_asks, tiny_config
+from torch_harness import Answer, TorchBench, answers_alone, make_asks, tiny_config
 
 from noria.config import EngineConfig
 from noria.engine import Engine
@@ -19,12 +19,7 @@ ASKS = make_asks(11, longest=120, max_tokens=24, seed=3)
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: Model) -> list[Answer]:
-    """Each request by itself: whole prompt, one step at a time, no prefix cache."""
-    answers = []
-    for ask in ASKS:
-        config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-        answers += TorchBench(tiny_model, config).run([ask]).answers
-    return answers
+    return answers_alone(tiny_model, ASKS)
 
 
 @pytest.mark.parametrize("depth", [2, 3])

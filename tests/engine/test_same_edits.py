@@ -7,7 +7,16 @@ import pytest
 import torch
 from dense_reference import dense_logits
 from tiny_llama import VOCAB_SIZE
-from torch_harness import Answer, Ask, TorchBench, TorchRun, expected_reason, reference_answer, tiny_config
+from torch_harness import (
+    Answer,
+    Ask,
+    TorchBench,
+    TorchRun,
+    answers_alone,
+    expected_reason,
+    reference_answer,
+    tiny_config,
+)
 
 from noria.models import Model
 from noria.sampling.params import SamplingParams
@@ -55,8 +64,7 @@ def logprobs_of(run: TorchRun) -> list[tuple[list[TokenLogprobs], list[TokenLogp
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: Model) -> list[Answer]:
-    config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-    return [TorchBench(tiny_model, config).run([ask]).answers[0] for ask in ASKS]
+    return answers_alone(tiny_model, ASKS)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 from near_ties import Agreement
-from torch_harness import Answer, Ask, TorchBench, expected_reason, make_asks, reference_answer, tiny_config
+from torch_harness import (
+    Answer,
+    Ask,
+    TorchBench,
+    answers_alone,
+    expected_reason,
+    make_asks,
+    reference_answer,
+    tiny_config,
+)
 from transformers import LlamaForCausalLM
 
 from noria import _core
@@ -17,12 +26,7 @@ ASKS = make_asks(23, longest=300, max_tokens=24, seed=0)
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: Model) -> list[Answer]:
-    """Each request by itself: whole prompt, one step at a time, no prefix cache."""
-    answers = []
-    for ask in ASKS:
-        config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-        answers += TorchBench(tiny_model, config).run([ask]).answers
-    return answers
+    return answers_alone(tiny_model, ASKS)
 
 
 def test_the_requests_are_of_every_kind() -> None:

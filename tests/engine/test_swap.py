@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch_harness import Answer, TorchBench, TorchRun, Watched, make_asks, tiny_config
+from torch_harness import Answer, TorchBench, TorchRun, Watched, answers_alone, make_asks, tiny_config
 
 from noria.config import EngineConfig
 from noria.errors import ConfigError
@@ -19,12 +19,7 @@ CROWDED = {"num_kv_blocks": 20, "block_size": 8, "watermark": 0.0}
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: Model) -> list[Answer]:
-    """Each request by itself: whole prompt, one step at a time, no prefix cache."""
-    answers = []
-    for ask in ASKS:
-        config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-        answers += TorchBench(tiny_model, config).run([ask]).answers
-    return answers
+    return answers_alone(tiny_model, ASKS)
 
 
 @pytest.mark.parametrize(("depth", "enable_prefix_caching"), [(1, False), (2, True), (2, False), (3, False)])

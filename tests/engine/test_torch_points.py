@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from torch_harness import Answer, Ask, TorchBench, TorchRun, Watched, make_asks, tiny_config
+from torch_harness import Answer, Ask, TorchBench, TorchRun, Watched, answers_alone, make_asks, tiny_config
 
 from noria import _core
 from noria.errors import ConfigError
@@ -26,11 +26,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: Model) -> list[Answer]:
-    answers = []
-    for ask in ASKS:
-        config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-        answers += TorchBench(tiny_model, config).run([ask]).answers
-    return answers
+    return answers_alone(tiny_model, ASKS)
 
 
 def pressed_bench(model: Model, depth: int, wrap: object = None) -> TorchBench:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_llama import llama_config, save_llama
-from torch_harness import Answer, TorchBench, Watched, make_asks, reference_answer, tiny_config
+from torch_harness import Answer, TorchBench, Watched, answers_alone, make_asks, reference_answer, tiny_config
 
 from noria.config import EngineConfig
 from noria.errors import ConfigError
@@ -33,12 +33,8 @@ def mistral(directory: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def alone(mistral: Model) -> list[Answer]:
-    """Each request by itself: whole prompt, one step at a time, no prefix cache; nothing is given back."""
-    answers = []
-    for ask in ASKS:
-        config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
-        answers += TorchBench(mistral, config).run([ask]).answers
-    return answers
+    """Nothing is given back."""
+    return answers_alone(mistral, ASKS)
 
 
 class Poisoner(Watched):

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_peers import smollm2_peer
 from paged_steps import Harness
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from noria.models import load_model
 
@@ -21,28 +20,6 @@ def smollm2() -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
-def transformers_model(path: Path) -> LlamaForCausalLM:
-    """What `from_pretrained(gguf_file=...)` builds, by the same functions, without its need of accelerate."""
-    config = LlamaConfig(  # as AutoConfig reads it, in seconds, from the file
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert missing == ["lm_head.weight"]  # tied
-    assert not unexpected
-    return model.eval()
-
-
 def test_logits_of_a_prompt_are_those_of_transformers() -> None:
     path = smollm2()
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
@@ -54,6 +31,6 @@ def test_logits_of_a_prompt_are_those_of_transformers() -> None:
     found = harness.prefill(harness.add(PROMPT), 7)
 
     with torch.inference_mode():
-        wanted = transformers_model(path)(torch.tensor([PROMPT])).logits[0].double()
+        wanted = smollm2_peer(path)(torch.tensor([PROMPT])).logits[0].double()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
     assert (found.argmax(-1) == wanted.argmax(-1)).all()

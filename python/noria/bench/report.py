@@ -209,8 +209,9 @@ def throughput_table(runs: Sequence["ThroughputRun"], *, title: str) -> "Table":
             cells.append(f"{_three_digits(middle)} / {_three_digits(high)}")
         row(f"{label}, ms, p50 / p95", cells)
     row("runner idle", [f"{median([run.runner_idle_share for run in group]):.1%}" for group in groups])
-    for label, seconds in _stages(first[0]):
-        parts = [dict(_stages(run)).get(label, seconds) / run.wall_s for run in first]
+    stages = [_stages(run) for run in first]
+    for label in stages[0]:
+        parts = [seconds[label] / run.wall_s for seconds, run in zip(stages, first, strict=True)]
         row(f"time in {label}", [f"{part:.1%}" for part in parts])
     if runs[0].limit_share is not None:
         shares = [[run.limit_share for run in group if run.limit_share is not None] for group in groups]
@@ -218,23 +219,19 @@ def throughput_table(runs: Sequence["ThroughputRun"], *, title: str) -> "Table":
     return table
 
 
-def _stages(run: "ThroughputRun") -> list[tuple[str, float]]:
+def _stages(run: "ThroughputRun") -> dict[str, float]:
     """Seconds by stage, in the order of a step; the forward in parts, where they are known."""
     parts = {"products": 0.0, "attention": 0.0, "small ops": 0.0}
     for name, seconds in run.forward_s.items():
         is_product = name.startswith(("head", "linear"))
         kind = "products" if is_product else "attention" if name == "attention" else "small ops"
         parts[kind] += seconds
-    forward = list(parts.items()) if run.forward_s else [("forward", run.stage_s["forward"])]
-    before, behind = ("plan", "expand"), ("sample", "commit", "text")
-    if run.forward_s:
-        rest = run.stage_s["forward"] - sum(run.forward_s.values())
-        forward.append(("forward, in Python", rest))
-    return [
-        *((name, run.stage_s[name]) for name in before),
-        *forward,
-        *((name, run.stage_s[name]) for name in behind),
-    ]
+    whole = run.stage_s["forward"]
+    rest = whole - sum(run.forward_s.values())
+    forward = parts | {"forward, in Python": rest} if run.forward_s else {"forward": whole}
+    before = {name: run.stage_s[name] for name in ("plan", "expand")}
+    behind = {name: run.stage_s[name] for name in ("sample", "commit", "text")}
+    return before | forward | behind
 
 
 def _three_digits(value: float) -> str:

@@ -77,17 +77,10 @@ def peers(
     from noria.bench.report import STDOUT, check_writable, machine_line, write_json
     from noria.bench.workload import Workload, read_workload, synthetic_workload
 
-    if repeat < 1 or max_num_seqs < 1 or (num_requests is not None and num_requests < 1):
-        name, value = next(
-            (name, value)
-            for name, value in (
-                ("--repeat", repeat),
-                ("--max-num-seqs", max_num_seqs),
-                ("--num-requests", num_requests),
-            )
-            if value is not None and value < 1
-        )
-        raise ConfigError(f"{name} is {value}; it must be 1 or more", name=name, value=value)
+    counts = {"--repeat": repeat, "--max-num-seqs": max_num_seqs, "--num-requests": num_requests}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be 1 or more", name=name, value=value)
     if output_json is not None:
         check_writable(output_json)
     environments = read_environments()

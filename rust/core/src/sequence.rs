@@ -366,21 +366,31 @@ impl Sequence {
 
     /// Whether `id`, the next of its tokens, is only appended.
     pub(crate) fn is_quiet(&self, id: i32) -> bool {
-        self.num_tokens() < self.quiet_until
-            && (self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id))
+        self.num_tokens() < self.quiet_until && self.goes_on_after(id)
     }
 
     /// The same, where it may fill a block.
     pub(crate) fn is_quiet_in_block(&self, id: i32) -> bool {
-        self.quiet_until > 0
-            && self.num_tokens() < self.num_prompt + self.max_output - 1
-            && (self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id))
+        self.quiet_until > 0 && self.num_tokens() < self.most_tokens() && self.goes_on_after(id)
+    }
+
+    /// Whether `id` stops nothing: one bit decides for most.
+    fn goes_on_after(&self, id: i32) -> bool {
+        self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id)
+    }
+
+    /// Takes the id that a quiet `row` sampled.
+    pub(crate) fn take(&mut self, row: &RowInFlight, id: i32) {
+        self.num_pending -= 1;
+        self.num_rows_in_flight -= 1;
+        self.num_computed += row.count;
+        self.append(id);
     }
 
     /// A block was filled, and offered to the prefix cache; nothing else has changed.
     pub(crate) fn stay_quiet(&mut self, block_size: u32) {
-        let until_last = self.num_prompt + self.max_output - 1;
-        self.quiet_until = until_last.min((self.num_registered + 1) * block_size);
+        let filled = (self.num_registered + 1) * block_size;
+        self.quiet_until = filled.min(self.most_tokens());
     }
 
     /// A token, or a chunk of the prompt, was committed; a block that it filled was offered to the prefix cache.
@@ -390,7 +400,7 @@ impl Sequence {
             self.is_running() && self.confinement.is_none() && self.num_draft_rows_in_flight == 0;
         match (is_quiet, registers_blocks) {
             (false, _) => self.quiet_until = 0,
-            (true, false) => self.quiet_until = self.num_prompt + self.max_output - 1,
+            (true, false) => self.quiet_until = self.most_tokens(),
             (true, true) => self.stay_quiet(block_size),
         }
     }

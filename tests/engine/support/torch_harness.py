@@ -203,6 +203,12 @@ class Watched:
         return self.inner.sample(view, masks)
 
 
+def answers_alone(model: Model, asks: Sequence[Ask]) -> list[Answer]:
+    """Each request by itself: whole prompt, one step at a time, no prefix cache."""
+    config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
+    return [TorchBench(model, config).run([ask]).answers[0] for ask in asks]
+
+
 def reference_answer(directory: object, model: Model, ask: Ask, answer: Sequence[int]) -> list[int]:
     """What the dense reference says at each place of `answer`, given what comes before it.
 

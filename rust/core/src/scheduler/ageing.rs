@@ -97,8 +97,8 @@ impl Scheduler {
             return true;
         }
         let Some(until) = until else {
-            let most = sequence.num_prompt + sequence.max_output - 1;
-            let until = (sequence.num_tokens() + self.config.block_size).min(most);
+            let until =
+                (sequence.num_tokens() + self.config.block_size).min(sequence.most_tokens());
             self.ageing.tier[at].until = Some(until);
             return true;
         };

@@ -219,10 +219,7 @@ impl Scheduler {
                 first: id.into(),
                 second: sequence.num_output().into(),
             };
-            sequence.num_pending -= 1;
-            sequence.num_rows_in_flight -= 1;
-            sequence.num_computed += row.count;
-            sequence.append(id);
+            sequence.take(row, id);
             if CHARGES {
                 self.accounts.charge(sequence.standing.account, weight);
             }
@@ -247,10 +244,7 @@ impl Scheduler {
             id.into(),
             sequence.num_output().into(),
         );
-        sequence.num_pending -= 1;
-        sequence.num_rows_in_flight -= 1;
-        sequence.num_computed += row.count;
-        sequence.append(id);
+        sequence.take(row, id);
         if self.config.key == KeyPolicy::Fair {
             let weight = u64::from(self.config.fair_output_weight);
             self.accounts.charge(sequence.standing.account, weight);
