@@ -6,7 +6,7 @@ is parsed and held against its schema by jsonschema, formats included.
 
     uv pip install --no-deps --target DIR ocpp check-jsonschema nbformat jupyterlab-server \\
         cyclonedx-python-lib aws-sam-translator singer-sdk
-    python benches/engine/json_schemas.py MODEL DIR [--most-of-a-package 60] [--max-tokens 1024]
+    python benches/engine/json_schemas.py MODEL DIR [--most-of-a-package 60] [--max-tokens 768]
 """
 
 import argparse
@@ -29,6 +29,7 @@ from noria.bench.machine import detect_machine
 from noria.outputs import CompletionOutput
 from noria.sampling import StructuredOutputsParams
 from noria.sampling.grammar import grammar_of
+from noria.text.tokenizer import Tokenizer
 
 _KEYWORD = re.compile(r"the keyword (?P<quoted>'.*'?)[,( ]|Unknown (?P<format>format)|(?P<remote>Resource)")
 
@@ -124,6 +125,13 @@ def keyword_of(message: str) -> str:
     return "format (unknown)" if match["format"] else "$ref to another document"
 
 
+def closing_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Those that begin with a quote or a closing bracket."""
+    return [
+        token for token in range(tokenizer.vocab_size) if tokenizer.decode([token])[:1] in ('"', "}", "]")
+    ]
+
+
 async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse.Namespace) -> int:
     """One answer to each schema, all at once; tells of each when it is done.
 
@@ -137,13 +145,13 @@ async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse
         max_model_len=arguments.max_tokens + 256,
     )
 
-    async def answer(engine: AsyncEngine, seed: int, one: Found) -> int:
+    async def answer(engine: AsyncEngine, bias: dict[int, float], seed: int, one: Found) -> int:
         said = f"Write a short example of {one.name} as JSON, with few fields."
         params = SamplingParams(
             temperature=arguments.temperature,
-            frequency_penalty=arguments.frequency_penalty,
             presence_penalty=arguments.presence_penalty,
-            repetition_penalty=arguments.repetition_penalty,
+            frequency_penalty=arguments.frequency_penalty,
+            logit_bias=bias,
             seed=seed,
             max_tokens=arguments.max_tokens,
             structured_outputs=StructuredOutputsParams(json=one.schema, disable_any_whitespace=True),
@@ -167,7 +175,8 @@ async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse
         return len(completion.token_ids)
 
     async with AsyncEngine(config) as engine:
-        return sum(await asyncio.gather(*(answer(engine, seed, one) for seed, one in enumerate(taken))))
+        bias = dict.fromkeys(closing_tokens(engine.tokenizer), arguments.closing_bias)
+        return sum(await asyncio.gather(*(answer(engine, bias, seed, one) for seed, one in enumerate(taken))))
 
 
 def main() -> None:
@@ -179,19 +188,25 @@ def main() -> None:
     parser.add_argument(
         "--most-of-a-package", type=int, default=60, help="schemas, spread over it evenly (default: 60)"
     )
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default: 1024)")
+    parser.add_argument("--max-tokens", type=int, default=768, help="of an answer (default: 768)")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="answered at once (default: 64)")
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.3,
-        help="a small model's texts wander at 1, and most answers are cut (default: 0.3)",
+        help="a small model's texts wander at 1 (default: 0.3)",
     )
     parser.add_argument(
-        "--frequency-penalty", type=float, default=0.3, help="what ends repetitions (default: 0.3)"
+        "--presence-penalty", type=float, default=1.0, help="what ends repetitions (default: 1)"
     )
-    parser.add_argument("--presence-penalty", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--frequency-penalty", type=float, default=0.1, help="the same (default: 0.1)")
+    parser.add_argument(
+        "--closing-bias",
+        type=float,
+        default=6.0,
+        help="added to the logits of tokens that begin with a quote or a closing bracket: a small "
+        "model's texts and lists do not end by themselves (default: 6)",
+    )
     parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     found = [one for folder in arguments.folders for one in schemas_in(folder)] + schemas_of_the_hub()
