@@ -274,7 +274,7 @@ def test_a_truncated_file_is_named(smollm2_path: Path, tmp_path: Path) -> None:
     with smollm2_path.open("rb") as file:
         path.write_bytes(file.read(100_000))
     with pytest.raises(ModelError, match=r"half\.gguf: the file is truncated"):
-        load_gguf_tokenizer(path)
+        load_gguf_tokenizer(GgufFile(path))
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
