@@ -10,6 +10,7 @@ import pytest
 import regex
 
 from noria.errors import ModelError, TokenizerError
+from noria.loading.gguf_file import GgufFile
 from noria.text import Tokenizer, load_tokenizer
 from noria.text.detokenizer import byte_symbols
 from noria.text.gguf_tokenizer import load_gguf_tokenizer
@@ -100,8 +101,6 @@ def plain_bpe(
 
 @pytest.fixture(scope="module")
 def vocabulary(smollm2_path: Path) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
-    from noria.loading.gguf_file import GgufFile
-
     metadata: dict[str, Any] = GgufFile(smollm2_path).metadata
     ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
