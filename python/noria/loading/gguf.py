@@ -143,6 +143,7 @@ class GgufWeights:
         try:
             for first in range(0, rows, slab):
                 part = data[first : first + slab]
+                values: npt.NDArray[np.float32 | np.float64]
                 if kind == GGMLQuantizationType.F64:
                     values = part.view(np.float64)
                 elif kind == GGMLQuantizationType.Q8_0:
