@@ -18,6 +18,8 @@ from noria.engine import Engine, start_engine
 from noria.errors import ConfigError, RejectedError
 from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_cache import KvCache
+from noria.loading import is_gguf
+from noria.loading.gguf_file import GgufFile
 from noria.memory import kv_memory_budget
 from noria.models import Model, load_model
 from noria.outputs import FinishedRequest
@@ -90,8 +92,10 @@ class Assembly:
         self.config = config
         path = model_path(config.model)
         where = torch_device(config.device)
+        # A header holds the whole vocabulary: it is read once, for both.
+        file = GgufFile(path) if is_gguf(path) else None
         # The tokenizer is read first: it takes no time, and its errors need not wait for the weights.
-        self.tokenizer: Tokenizer | None = None if config.skip_tokenizer_init else load_tokenizer(path)
+        self.tokenizer: Tokenizer | None = None if config.skip_tokenizer_init else load_tokenizer(path, file)
         self.model: Model = load_model(
             path,
             dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -99,6 +103,7 @@ class Assembly:
             max_model_len=config.max_model_len,
             backend=config.backend,
             quantization=config.quantization,
+            file=file,
         )
         self.resolved_config = config.resolve(self.model.config, self.model.dtype, kv_memory_budget(where))
         notes = (

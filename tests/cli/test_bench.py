@@ -188,13 +188,3 @@ def test_ctrl_c_exits_with_130_and_without_a_traceback():
     assert out == ""
     assert err.strip().splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
-
-
-def test_every_case_that_is_counted_meets_its_bar():
-    from noria.bench.cases import run_cases
-
-    rows = run_cases()
-    cases = ["A", "B", "C", "D", "E", "F", "F", "G", "H", "I", "K", "L", "N", "own"]
-    assert [row.case for row in rows] == cases
-    missed = [row for row in rows if not row.is_met and row.case not in "HIKL"]  # those are times
-    assert not missed

@@ -4,6 +4,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -297,3 +299,13 @@ def test_an_answer_that_fails_is_told_with_its_cause_and_exits_with_1(noria, bro
         assert f"noria: prompt {number} ({prompt}): no token could be sampled" in finished.err
     if flags:
         assert all("no token" in json.loads(line)["error"] for line in finished.out.splitlines())
+
+
+def test_a_plain_answer_imports_nothing_that_it_does_not_need(tiny_llama):
+    program = "import sys; from noria.cli import main; main(sys.argv[1:]); print(*sys.modules, sep=chr(10))"
+    argv = ["generate", str(tiny_llama), "the wheel", "--max-tokens", "2"]
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines())
+    assert {"torch", "noria.llm", "tokenizers"} <= modules
+    needless = "transformers huggingface_hub fastapi pydantic llguidance jinja2 gguf requests scipy pandas"
+    assert modules & set(needless.split()) == set()

@@ -8,7 +8,8 @@ from gguf_peers import smollm2_peer
 from near_ties import agreement
 
 from noria import LLM, RequestOutput, SamplingParams
-from noria.bench.live_cases import run_live_cases
+from noria.bench.live_cases import LiveCase, run_live_cases
+from noria.bench.peers.case_scripts import Ask, Pressure, Sizes
 
 NUM_TOKENS = 64
 
@@ -33,6 +34,19 @@ QUESTIONS = [
     "Summarise the water cycle in one sentence.",
     "What should I pack for a week in the mountains?",
     "Tell me a joke about computers.",
+]
+
+# The cases of `noria bench cases` at a quarter of their sizes.
+SMALL_CASES = [
+    LiveCase("A", "seats", Pressure(Sizes(128, 4, 2048), (Ask(64, 300, 5),) * 4, (Ask(64, 16),)), ""),
+    LiveCase("B", "blocks", Pressure(Sizes(39, 8, 2048), (Ask(70, 75, 5),) * 4, (Ask(400, 4),)), ""),
+    LiveCase("C", "a prefill", Pressure(Sizes(128, 8, 32), (Ask(500, 16, 5),), (Ask(20, 4),)), ""),
+    LiveCase(
+        "D",
+        "a head",
+        Pressure(Sizes(40, 32, 2048, policy="fcfs"), (Ask(430, 40),), (Ask(238, 2), *((Ask(8, 8),) * 10))),
+        "",
+    ),
 ]
 
 
@@ -79,6 +93,6 @@ def test_the_answers_read_as_answers(outputs: list[RequestOutput]) -> None:
 
 
 def test_an_urgent_request_enters_at_once_and_small_ones_pass_one_that_does_not_fit(gguf: Path) -> None:
-    rows = run_live_cases(gguf)
+    rows = run_live_cases(gguf, SMALL_CASES)
     assert [row.case for row in rows] == ["A", "B", "C", "D"]
     assert [row for row in rows if not row.is_met] == []

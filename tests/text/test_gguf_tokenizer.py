@@ -10,6 +10,7 @@ import pytest
 import regex
 
 from noria.errors import ModelError, TokenizerError
+from noria.loading.gguf_file import GgufFile
 from noria.text import Tokenizer, load_tokenizer
 from noria.text.detokenizer import byte_symbols
 from noria.text.gguf_tokenizer import load_gguf_tokenizer
@@ -100,8 +101,6 @@ def plain_bpe(
 
 @pytest.fixture(scope="module")
 def vocabulary(smollm2_path: Path) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
-    from noria.loading.gguf_file import GgufFile
-
     metadata: dict[str, Any] = GgufFile(smollm2_path).metadata
     ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -274,7 +273,7 @@ def test_a_truncated_file_is_named(smollm2_path: Path, tmp_path: Path) -> None:
     with smollm2_path.open("rb") as file:
         path.write_bytes(file.read(100_000))
     with pytest.raises(ModelError, match=r"half\.gguf: the file is truncated"):
-        load_gguf_tokenizer(path)
+        load_gguf_tokenizer(GgufFile(path))
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -1,24 +1,41 @@
-"""Cases that a scheduler under pressure gets right or wrong, with vLLM's stored figures beside.
+"""Cases that a scheduler under pressure gets right or wrong, with vLLM's figures beside.
 
-Each case is a fresh core at depth 1 under the engine's default admission, ageing and bypasses, and a script.
+Each case is a script of `peers.case_scripts`, run on a fresh core at depth 1 under the engine's default
+admission, ageing and bypasses; vLLM's scheduler runs the same script in its own environment, or its figures
+are those stored here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter_ns
 
 import numpy as np
 
-from noria import _core
 from noria._core import Core
+from noria.bench.peers.case_scripts import BLOCK_SIZE, SCRIPTS, Figures, Side, Sizes
 from noria.bench.scripted import ScriptedCore
-from noria.errors import NoriaError
 
-VLLM_SOURCE = "vLLM 0.32 (CPU), its default scheduler on the same inputs, AMD EPYC with AVX512, 2 cores"
-_BLOCK_SIZE = 16
+VLLM_SOURCE = "vLLM 0.32.0 (CPU), its default scheduler on the same scripts, AMD EPYC (Zen 3), 2 virtual CPUs"
+VLLM_FIGURES: Mapping[str, Figures] = {
+    "A": {"waited": 299, "ran": 1},
+    "B": {"waited": 299, "ran": 1},
+    "C": {"waited": 30, "ran": 1},
+    "C, half": {"waited": 14, "ran": 1},
+    "D": {"waited": 159, "ran": 1},
+    "E": {"waited": 3000, "ran": 0},
+    "F": {"num_steps": 1324, "again": 0.5005, "num_preempted": 86},
+    "F, 300%": {"num_steps": 1324, "again": 0.5005, "num_preempted": 86},
+    "G": {"admits": 0},
+    "H": {"num_preempted": 448, "us": 158_000},
+    "I": {"us": 182_000},
+    "K": {"few_us": 61.9, "many_us": 64.9},
+    "K, parked": {"few_us": 17_600, "many_us": 49_400},
+    "L": {"half_us": 6_300, "whole_us": 7_500},
+    "N": {"num_late": 64, "num_preempted": 236, "num_policies": 2},
+}
+"""What `measure_vllm` gave, by script: the steps are the same anywhere, the times are that machine's."""
+
+_POLICIES = ("fcfs", "priority", "sjf", "deadline", "fair", "prefix")
 _VOCAB_SIZE = 2**31 - 1
-_MOST_STEPS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +45,7 @@ class CaseRow:
     Attributes:
         case: its letter.
         what: its input, in words.
-        vllm: what vLLM does, as stored.
+        vllm: what vLLM did on it.
         noria: what this core did, just now.
         bar: what it must not exceed.
         is_met: whether it did not.
@@ -42,291 +59,137 @@ class CaseRow:
     is_met: bool
 
 
-def _core_of(
-    num_blocks: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    *,
-    policy: str = "priority",
-    admission: str = "peak",
-    peak_percent: int = 100,
-    ageing_steps: int = 1024,
-    enable_prefix_caching: bool = True,
-) -> Core:
-    return Core(
-        num_blocks=num_blocks,
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=min(num_blocks * _BLOCK_SIZE, 65_536),
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """How a script's figures are told.
+
+    Attributes:
+        what: its input, in words.
+        told: figures in words.
+        bar: what noria's must not exceed, in words.
+        is_met: whether they do not: noria's figures, then vLLM's.
+    """
+
+    what: str
+    told: Callable[[Figures], str]
+    bar: str
+    is_met: Callable[[Figures, Figures], bool]
+
+
+def told_wait(figures: Figures) -> str:
+    """How long the one that a case is about waits, in words."""
+    if not figures["ran"]:
+        return f"never runs in {figures['waited']:.0f} steps"
+    return f"waits {figures['waited']:.0f} steps" if figures["waited"] else "runs in the next step"
+
+
+def _told_crowd(figures: Figures) -> str:
+    return (
+        f"{figures['num_steps']:.0f} steps, +{figures['again']:.1%} computed again, "
+        f"{figures['num_preempted']:.0f} preempted"
+    )
+
+
+def _told_us(time_us: float) -> str:
+    return f"{time_us:.1f} µs" if time_us < 1000 else f"{time_us / 1e3:.1f} ms"
+
+
+def _told_victims(figures: Figures) -> str:
+    late, among = figures["num_late"], f"{figures['num_preempted']:.0f} victims"
+    return f"evicted it: {late:.0f} of {among}" if late else f"never, of {among}"
+
+
+def _waited(what: str, most: int = 0) -> _Case:
+    bar = f"{most} steps" if most else "the next step"
+    return _Case(what, told_wait, bar, lambda ours, _: bool(ours["ran"]) and ours["waited"] <= most)
+
+
+def _crowd(percent: int, most_steps: int, most_again: float) -> _Case:
+    return _Case(
+        f"64 requests (64 in, 512 out), room for 16; peak_percent {percent}",
+        _told_crowd,
+        f"{most_steps} steps, +{most_again:.0%}",
+        lambda ours, _: ours["num_steps"] <= most_steps and ours["again"] <= most_again,
+    )
+
+
+def _constant(what: str, small: str, large: str) -> _Case:
+    return _Case(
+        what,
+        lambda figures: f"{_told_us(figures[large])} ({_told_us(figures[small])})",
+        "constant",
+        lambda ours, vllm: ours[large] < 3 * ours[small] and ours[large] < vllm[large],
+    )
+
+
+_CASES: Mapping[str, _Case] = {
+    "A": _waited("4 seats full of low priority, high priority arrives"),
+    "B": _waited("76 blocks free, high needs 100, four low hold 21 each"),
+    "C": _waited("high short behind a started low 16k prefill, budget 512"),
+    "D": _waited("head needs 60 blocks, 52 free; ten 1-block requests behind it"),
+    "E": _waited("low priority first, then high priority without end; ageing after 200 steps", 220),
+    "F": _crowd(100, 1800, 0.01),
+    "F, 300%": _crowd(300, 1321, 0.30),
+    "G": _Case(
+        "a step that preempts, and a better one waits",
+        lambda figures: "admits it" if figures["admits"] else "admits nobody",
+        "admits it",
+        lambda ours, _: bool(ours["admits"]),
+    ),
+    "H": _Case(
+        "a storm: of 1,024 that run, 448 are preempted in one step",
+        lambda figures: _told_us(figures["us"]),
+        "the peer's",
+        lambda ours, vllm: ours["num_preempted"] == 448 and ours["us"] < vllm["us"],
+    ),
+    "I": _Case(
+        "abort one of 100,000 that wait, by priority",
+        lambda figures: _told_us(figures["us"]),
+        "the peer's",
+        lambda ours, vllm: ours["us"] < vllm["us"],
+    ),
+    "K": _constant("5,000 (1,000) wait for blocks, each plan", "few_us", "many_us"),
+    "K, parked": _constant(
+        "5,000 (1,000) may not run yet (parked; vLLM: no grammar yet), each plan", "few_us", "many_us"
+    ),
+    "L": _constant(
+        "a prompt of 32k (16k), cached but for 1,600 tokens, waits for blocks, each plan",
+        "half_us",
+        "whole_us",
+    ),
+    "N": _Case(
+        "a victim is chosen while one has 11 of 12 outputs, every policy",
+        _told_victims,
+        "never",
+        lambda ours, _: not ours["num_late"] and bool(ours["num_preempted"]),
+    ),
+}
+
+
+def _scripted(sizes: Sizes) -> ScriptedCore:
+    core = Core(
+        num_blocks=sizes.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.token_budget,
+        max_model_len=sizes.max_model_len,
         vocab_size=_VOCAB_SIZE,
         depth=1,
-        scheduling_policy=policy,
-        admission=admission,
-        peak_percent=peak_percent,
-        ageing_steps=ageing_steps,
-        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=sizes.policy,
+        admission=sizes.admission,
+        peak_percent=sizes.peak_percent,
+        ageing_steps=sizes.ageing_steps,
+        enable_prefix_caching=sizes.enable_prefix_caching,
     )
+    return ScriptedCore(core)
 
 
-def _steps_until(scripted: ScriptedCore, handle: int, before: Callable[[], None] = lambda: None) -> int:
-    """Steps until `handle` gets tokens; 0: in the next one."""
-    for waited in range(_MOST_STEPS):
-        before()
-        step = scripted.step()
-        if step is None:
-            break
-        if handle in step.handles:
-            return waited
-    raise NoriaError(f"a request got no tokens in {_MOST_STEPS} steps")
-
-
-def _waited(case: str, what: str, vllm: int, waited: int, most: int) -> CaseRow:
-    noria = "runs in the next step" if waited == 0 else f"waits {waited} steps"
-    bar = "the next step" if most == 0 else f"{most} steps"
-    return CaseRow(case, what, f"waits {vllm} steps", noria, bar, waited <= most)
-
-
-def _case_a() -> CaseRow:
-    scripted = ScriptedCore(_core_of(1024, 4, 2048))
-    for _ in range(4):
-        scripted.submit(64, 300, priority=5)
-    scripted.step()
-    waited = _steps_until(scripted, scripted.submit(64, 16, priority=0))
-    return _waited("A", "4 seats full of low priority, high priority arrives", 296, waited, 0)
-
-
-def _case_b() -> CaseRow:
-    scripted = ScriptedCore(_core_of(160, 8, 4096))
-    for _ in range(4):
-        scripted.submit(330, 300, priority=5)
-    scripted.step()
-    waited = _steps_until(scripted, scripted.submit(1600, 16, priority=0))
-    return _waited("B", "76 blocks free, high needs 100, four low hold 21 each", 318, waited, 0)
-
-
-def _case_c() -> CaseRow:
-    scripted = ScriptedCore(_core_of(2048, 8, 512))
-    scripted.submit(16_000, 16, priority=5)
-    scripted.step()
-    waited = _steps_until(scripted, scripted.submit(100, 16, priority=0))
-    return _waited("C", "high short behind a started low 16k prefill, budget 512", 32, waited, 0)
-
-
-def _case_d() -> CaseRow:
-    scripted = ScriptedCore(_core_of(160, 32, 4096))
-    scripted.submit(1720, 160)
-    scripted.step()
-    scripted.submit(952, 8)
-    small = [scripted.submit(8, 8) for _ in range(10)]
-    waited = _steps_until(scripted, small[-1])
-    what = "head needs 60 blocks, 52 free; ten 1-block requests behind it"
-    return _waited("D", what, 199, waited, 0)
-
-
-def _case_e() -> CaseRow:
-    scripted = ScriptedCore(_core_of(1024, 4, 64, ageing_steps=200))
-    for _ in range(4):
-        scripted.submit(16, 20)
-    scripted.step()
-    low = scripted.submit(16, 8, priority=5)
-
-    def keep_busy() -> None:
-        while scripted.core.num_waiting < 5:
-            scripted.submit(16, 20)
-
-    waited = _steps_until(scripted, low, keep_busy)
-    return CaseRow(
-        "E",
-        "low priority first, then high priority without end; ageing after 200 steps",
-        "never runs in 3000 steps",
-        f"waits {waited} steps",
-        "220 steps",
-        waited <= 220,
-    )
-
-
-def _crowd(percent: int) -> tuple[int, float]:
-    """Steps, and tokens computed again by those that had to be."""
-    scripted = ScriptedCore(_core_of(16 * 36, 64, 2048, policy="fcfs", peak_percent=percent))
-    for _ in range(64):
-        scripted.submit(64, 512)
-    scripted.drain()
-    needed = 64 * (64 + 512 - 1)
-    return scripted.num_steps, scripted.num_computed_tokens / needed - 1
-
-
-def _case_f() -> list[CaseRow]:
-    what = "64 requests (64 in, 512 out), room for 16"
-    vllm = "1321 steps, +55% computed again"
-    rows = []
-    for percent, most_steps, most_again in ((100, 1800, 0.01), (300, 1321, 0.30)):
-        steps, again = _crowd(percent)
-        rows.append(
-            CaseRow(
-                "F",
-                f"{what}; peak_percent {percent}",
-                vllm,
-                f"{steps} steps, +{again:.1%} computed again",
-                f"{most_steps} steps, +{most_again:.0%}",
-                steps <= most_steps and again <= most_again,
-            )
-        )
-    return rows
-
-
-def _case_g() -> CaseRow:
-    scripted = ScriptedCore(_core_of(40, 8, 64, admission="optimistic"))
-    for _ in range(8):
-        scripted.submit(60, 100, priority=5)
-    admits = False
-    while scripted.core.num_free_blocks + scripted.core.num_cached_blocks > 0:
-        scripted.step()
-    urgent = scripted.submit(8, 4, priority=0)
-    step = scripted.step()
-    if step is not None and step.preempted:
-        admits = urgent in step.admitted
-    return CaseRow(
-        "G",
-        "a step that preempts, and a better one waits",
-        "admits nobody",
-        "admits it" if admits else "admits nobody",
-        "admits it",
-        admits,
-    )
-
-
-def _case_n() -> CaseRow:
-    num_late = num_preempted = 0
-    for policy in ("fcfs", "priority", "sjf", "deadline", "fair", "prefix"):
-        for num_prompt in range(17, 49):
-            blocks = 20 + -(-(num_prompt + 10) // _BLOCK_SIZE)
-            core = _core_of(
-                blocks, 8, 512, policy=policy, admission="optimistic", enable_prefix_caching=False
-            )
-            scripted = ScriptedCore(core)
-            for _ in range(5):
-                scripted.submit(54, 60)
-            ending = scripted.submit(num_prompt, 12)
-            num_output = 0
-            while ending not in scripted.finished_us:
-                step = scripted.step()
-                if step is None:
-                    break
-                num_late += ending in step.preempted and num_output >= 11
-                num_preempted += len(step.preempted)
-                num_output += int((step.handles == ending).sum())
-    is_met = num_late == 0 and num_preempted > 0
-    return CaseRow(
-        "N",
-        "a victim is chosen while one has 11 of 12 outputs, six policies",
-        "evicted that one",
-        f"never, of {num_preempted} victims" if num_late == 0 else f"evicted it {num_late} times",
-        "never",
-        is_met,
-    )
-
-
-def _median_us(times_ns: list[int]) -> float:
-    return median(times_ns) / 1e3
-
-
-def _case_h() -> CaseRow:
-    scripted = ScriptedCore(_core_of(1024 * 8, 1024, 1024 * 9))
-    for _ in range(1024):
-        scripted.submit(8, 112, priority=5)
-    for _ in range(3):
-        scripted.step()
-    for _ in range(448):
-        scripted.submit(16, 8, priority=0)
-    started = perf_counter_ns()
-    step = scripted.step()
-    storm_us = (perf_counter_ns() - started) / 1e3
-    num_preempted = 0 if step is None else len(step.preempted)
-    return CaseRow(
-        "H",
-        f"priority storm: {num_preempted} of 1,024 preempted in a step",
-        "68–72 ms",
-        f"{storm_us / 1e3:.1f} ms, plan, script and commit",
-        "the peer's",
-        num_preempted == 448 and storm_us < 68_000,
-    )
-
-
-def _case_i() -> CaseRow:
-    scripted = ScriptedCore(_core_of(1024, 4, 2048))
-    handles = [scripted.submit(8, 8) for _ in range(100_000)]
-    times = []
-    for handle in handles[50_000:50_101]:
-        started = perf_counter_ns()
-        scripted.core.finish(handle, 0, _core.ABORT, 0)
-        times.append(perf_counter_ns() - started)
-    cost = _median_us(times)
-    return CaseRow(
-        "I", "abort one of 100,000 waiting", "55 ms", f"{cost:.1f} µs", "the peer's", cost < 55_000
-    )
-
-
-def _blocked(num_waiting: int, num_prompt: int) -> float:
-    """Microseconds of a plan while `num_waiting` requests wait for blocks; median."""
-    scripted = ScriptedCore(_core_of(2200, 64, 40_000))
-    scripted.submit(34_000, 1000)
-    scripted.step()
-    for _ in range(num_waiting):
-        scripted.submit(num_prompt, 2000)
-    return _plan_us(scripted)
-
-
-def _plan_us(scripted: ScriptedCore) -> float:
-    """Microseconds of a plan in which one decodes and nobody else can run; median."""
-    buffer = np.zeros(scripted.core.layout.size, dtype=np.int32)
-    times = []
-    for _ in range(50):
-        started = perf_counter_ns()
-        plan = scripted.core.plan(0, buffer)
-        times.append(perf_counter_ns() - started)
-        scripted.core.commit(plan.step, np.ones(1, np.int32), np.full(1, 7, np.int32), 0, 0)
-    return _median_us(times)
-
-
-def _case_k() -> CaseRow:
-    few, many = _blocked(1000, 2000), _blocked(5000, 2000)
-    return CaseRow(
-        "K",
-        "1,000 (5,000) blocked waiters, each plan",
-        "1.4–2 ms",
-        f"{few:.1f} µs ({many:.1f} µs)",
-        "constant",
-        many < 3 * few and few < 1400,
-    )
-
-
-def _cached_head(num_tokens: int) -> float:
-    """Microseconds of a plan while a cached prompt of `num_tokens` waits for blocks; median."""
-    scripted = ScriptedCore(_core_of(2 * num_tokens // _BLOCK_SIZE + 70, 64, num_tokens, policy="fcfs"))
-    scripted.submit(num_tokens, 1, name=1)
-    scripted.step()
-    scripted.submit(num_tokens, 1000)
-    scripted.step()
-    scripted.submit(num_tokens, 2000, name=1)
-    return _plan_us(scripted)
-
-
-def _case_l() -> CaseRow:
-    half, whole = _cached_head(16_384), _cached_head(32_768)
-    return CaseRow(
-        "L",
-        "an inadmissible head with a 32k (16k) cached prompt, each plan",
-        "1 ms: its lookup is repeated",
-        f"{whole:.1f} µs ({half:.1f} µs)",
-        "constant",
-        whole < 3 * half and whole < 1000,
-    )
+NORIA_SIDE = Side(_POLICIES, _scripted)
 
 
 def _case_own() -> CaseRow:
     """1,000 requests in the order that a function gives, on one seat."""
-    core = _core_of(64, 1, 2048, policy="own")
+    core = _scripted(Sizes(64, 1, 2048, policy="own")).core
     scripted = ScriptedCore(core, lambda requests: requests.num_prompt_tokens)
     rng = np.random.default_rng(0)
     lengths = {scripted.submit(int(num), 1): int(num) for num in rng.integers(1, 900, 1000)}
@@ -339,38 +202,28 @@ def _case_own() -> CaseRow:
     return CaseRow(
         "own",
         "1,000 requests in the order of a Python function",
-        "not measured",
+        "has none",
         f"{'in order' if is_met else 'not in order'}; {scripted.policy.cost}",
         "in order, each asked about once",
         is_met,
     )
 
 
-def run_cases(on_progress: Callable[[str], None] | None = None) -> list[CaseRow]:
+def run_cases(
+    vllm: Mapping[str, Figures] = VLLM_FIGURES, on_progress: Callable[[str], None] = lambda _text: None
+) -> list[CaseRow]:
     """Runs every case.
 
     Args:
+        vllm: its figures, by script.
         on_progress: told the case that comes next.
     """
-    tell = on_progress or (lambda _text: None)
     rows: list[CaseRow] = []
-    cases: tuple[tuple[str, Callable[[], CaseRow | list[CaseRow]]], ...] = (
-        ("A", _case_a),
-        ("B", _case_b),
-        ("C", _case_c),
-        ("D", _case_d),
-        ("E", _case_e),
-        ("F", _case_f),
-        ("G", _case_g),
-        ("H", _case_h),
-        ("I", _case_i),
-        ("K", _case_k),
-        ("L", _case_l),
-        ("N", _case_n),
-        ("own", _case_own),
-    )
-    for name, case in cases:
-        tell(f"case {name}")
-        result = case()
-        rows.extend(result if isinstance(result, list) else [result])
-    return rows
+    for script, case in _CASES.items():
+        on_progress(f"case {script}")
+        ours, theirs = SCRIPTS[script](NORIA_SIDE), vllm[script]
+        letter = script.split(",")[0]
+        met = case.is_met(ours, theirs)
+        rows.append(CaseRow(letter, case.what, case.told(theirs), case.told(ours), case.bar, met))
+    on_progress("a policy of one's own")
+    return [*rows, _case_own()]

@@ -1,9 +1,9 @@
 """A core driven by a script: every request's true length is known, and no model runs."""
 
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import numpy as np
-import numpy.typing as npt
 
 from noria import _core
 from noria._core import Core
@@ -26,13 +26,13 @@ class Step:
         admitted: handles that got their first seat.
         preempted: handles that lost their seat.
         handles: of the rows, in order.
-        counts: tokens of each row.
+        plan_us: what `plan` took, microseconds.
     """
 
     admitted: list[int]
     preempted: list[int]
-    handles: npt.NDArray[np.int64]
-    counts: npt.NDArray[np.int32]
+    handles: list[int]
+    plan_us: float
 
 
 class ScriptedCore:
@@ -59,6 +59,16 @@ class ScriptedCore:
         self._wanted: dict[int, tuple[int, int]] = {}
         self._num_submitted = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat."""
+        return self.core.num_waiting
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that are free, or cached and held by nobody."""
+        return self.core.num_free_blocks + self.core.num_cached_blocks
+
     def submit(
         self,
         num_prompt: int,
@@ -68,6 +78,7 @@ class ScriptedCore:
         priority: int = 0,
         expected: int | None = None,
         name: int | None = None,
+        is_parked: bool = False,
     ) -> int:
         """Queues a request.
 
@@ -78,6 +89,7 @@ class ScriptedCore:
             priority: its band.
             expected: a hint of its length.
             name: prompts of one name begin alike; None: it begins like no other.
+            is_parked: it gets no seat until it is unparked.
         """
         prompt = np.full(num_prompt, _FIRST_ID, dtype=np.int32)
         # The first id names the prompt, so that no two others share a block.
@@ -90,15 +102,26 @@ class ScriptedCore:
             priority=priority,
             expected_tokens=expected,
             stop_token_ids=_STOP_IDS,
+            parked=is_parked,
         )
         self._wanted[handle] = (num_prompt, max_tokens + 1 if wanted is None else wanted)
         return handle
+
+    def abort(self, handle: int) -> None:
+        """Ends a request."""
+        self.core.finish(handle, 0, _core.ABORT, self.now_us)
+
+    def is_finished(self, handle: int) -> bool:
+        """Whether it ended by itself."""
+        return handle in self.finished_us
 
     def step(self) -> Step | None:
         """Plans a step, runs it and commits it; None where there is nothing to do."""
         if self.policy is not None:
             self.policy.score_changed(self.now_us)
+        started = perf_counter_ns()
         plan = self.core.plan(self.now_us, self._view.buffer)
+        plan_us = (perf_counter_ns() - started) / 1e3
         if plan.kind == plan.IDLE:
             return None
         if plan.kind != plan.STEP:
@@ -113,8 +136,8 @@ class ScriptedCore:
         step = Step(
             admitted=[row[0] for row in told if row[1] == _core.ADMITTED],
             preempted=[row[0] for row in told if row[1] == _core.PREEMPTED],
-            handles=self._seat_handle[seats],
-            counts=view.row_count.copy(),
+            handles=self._seat_handle[seats].tolist(),
+            plan_us=plan_us,
         )
         samples = (view.row_flags & _core.SAMPLES) != 0
         # The token that a row samples is at this output position.

@@ -17,7 +17,7 @@ SUMMARIES = {
     "demo": "Watch a real model answer 64 questions on 8 seats, then compare with static batching.",
     "bench throughput": "Output tokens per second, steps, occupancy and latencies of a workload.",
     "bench scheduler": "Cost of the decision core in steady decode, seen from Python.",
-    "bench cases": "Cases in which a scheduler under pressure goes wrong, beside vLLM's stored figures.",
+    "bench cases": "Cases in which a scheduler under pressure goes wrong, beside what vLLM's does.",
     "bench peers": "Output tokens per second of noria and of its peers, each from an environment of its own.",
     "models": "List what is supported; of one model, show its shape, its memory, and what fits.",
     "env": "Show machine, instruction sets, memory and versions, and what 'auto' means here.",

@@ -19,6 +19,8 @@ from noria.models.family import Family
 from noria.models.registry import known_gguf_family
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from noria.loading.weights import Blocks
@@ -141,7 +143,13 @@ class GgufWeights:
         try:
             for first in range(0, rows, slab):
                 part = data[first : first + slab]
-                values = part.view(np.float64) if kind == GGMLQuantizationType.F64 else dequantize(part, kind)
+                values: npt.NDArray[np.float32 | np.float64]
+                if kind == GGMLQuantizationType.F64:
+                    values = part.view(np.float64)
+                elif kind == GGMLQuantizationType.Q8_0:
+                    values = _dequantised_q8_0(part)
+                else:
+                    values = dequantize(part, kind)
                 # Copied where it is a view of the file, which torch takes for memory that it may write.
                 owned = values if values.flags.writeable else values.copy()
                 flat[first : first + slab] = torch.from_numpy(owned)
@@ -157,3 +165,13 @@ class GgufWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """The mapping goes with the last view of it."""
+
+
+def _dequantised_q8_0(rows: "npt.NDArray[np.uint8]") -> "npt.NDArray[np.float32]":
+    """`[rows, columns]`: as gguf's own, which takes it 16 rows at a time and so three times as long."""
+    import numpy as np
+
+    blocks = rows.reshape(len(rows), -1, 34)  # a float16 scale, then 32 int8
+    values = blocks[..., 2:].view(np.int8).astype(np.float32)
+    values *= blocks[..., :2].view(np.float16).astype(np.float32)
+    return values.reshape(len(rows), -1)

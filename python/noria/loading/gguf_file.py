@@ -23,6 +23,7 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 _MAX_ARRAY_NESTING = 4
+_MOST_RESIDENT_BYTES = 32 << 20
 
 _STRING = 8
 _ARRAY = 9
@@ -89,6 +90,7 @@ class GgufFile:
             ModelError: no such file, or it is not a whole, well-formed GGUF file of version 2 or 3.
         """
         self.path = Path(path)
+        self._num_resident_bytes = 0
         try:
             with self.path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -105,12 +107,19 @@ class GgufFile:
     def tensor_bytes(self, name: str) -> memoryview:
         """A tensor's bytes as they lie in the file: read-only, not copied.
 
+        What was read before leaves this process's memory now and then: it can be read again at any time.
+
         Raises:
             ModelError: the file has no tensor of that name.
         """
         info = self.tensors.get(name)
         if info is None:
             raise ModelError(f"{self.path}: tensor {name!r} is missing ({len(self.tensors)} tensors found)")
+        self._num_resident_bytes += info.nbytes
+        if self._num_resident_bytes > _MOST_RESIDENT_BYTES:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._data.madvise(mmap.MADV_DONTNEED)
+            self._num_resident_bytes = info.nbytes
         return memoryview(self._data)[info.offset : info.offset + info.nbytes]
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _LEFTOVERS = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints carry and that no forward reads."""
+_MOST_RESIDENT_BYTES = 32 << 20
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
@@ -64,6 +65,7 @@ class HfWeights:
         single = directory / "model.safetensors"
         self._files: dict[str, Any] = {}  # file name -> safetensors' handle
         self._where: dict[str, str] = {}  # tensor -> file name
+        self._num_resident_bytes = 0
         if single.exists():
             self._open(single.name)
             self._where = dict.fromkeys(self._files[single.name].keys(), single.name)
@@ -137,7 +139,14 @@ class HfWeights:
         if dtype not in _FLOAT_DTYPES:
             allowed = ", ".join(_FLOAT_DTYPES)
             raise ModelError(f"{self.file_of(name)}: tensor {name!r} should be of {allowed}, found {dtype}")
-        out.copy_(handle.get_tensor(there))
+        tensor = handle.get_tensor(there)
+        out.copy_(tensor)
+        self._num_resident_bytes += tensor.nbytes
+        if self._num_resident_bytes > _MOST_RESIDENT_BYTES:
+            # The file is mapped, and its pages leave this process's memory with the mapping alone.
+            del tensor, handle
+            self._open(self._where[there])
+            self._num_resident_bytes = 0
 
     def close(self) -> None:
         """Lets go of the files."""

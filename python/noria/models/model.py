@@ -94,6 +94,7 @@ def load_model(
     max_model_len: int | None = None,
     backend: str = "torch",
     quantization: str | None = None,
+    file: GgufFile | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -103,6 +104,7 @@ def load_model(
         device: where it runs.
         max_model_len: the longest context it will be run with; None: the model's own.
         quantization: "int8": linear maps in 8 bits, on the cpu backend; None: as the file has them.
+        file: the one at `path`, where it is a GGUF file and its header is read already.
         backend: which ops run; "auto": cpu where it computes this dtype on this device, else torch.
 
     Raises:
@@ -112,7 +114,8 @@ def load_model(
     """
     path = Path(path)
     torch_dtype, reason = chosen_dtype(dtype, device)
-    file = GgufFile(path) if is_gguf(path) else None
+    if file is None and is_gguf(path):
+        file = GgufFile(path)
     config = read_hf_config(path) if file is None else read_gguf_config(file)
     length = _length(max_model_len, config)
     name, backend_reason = chosen_backend(backend, torch_dtype, device, is_foreign=config.is_foreign)

@@ -36,14 +36,13 @@ _SPECIAL_KEYS = {
 }
 
 
-def load_gguf_tokenizer(path: Path) -> Tokenizer:
+def load_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     """The tokenizer in a GGUF file.
 
     Raises:
-        ModelError: the file is not a whole GGUF file.
         TokenizerError: it holds no tokenizer, or one of a kind that is not known.
     """
-    file = GgufFile(path)
+    path = file.path
     model = _value(file, "tokenizer.ggml.model", str)
     vocabulary = _read_vocabulary(file)
     if model == "gpt2":

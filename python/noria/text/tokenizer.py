@@ -12,14 +12,16 @@ from noria.text.detokenizer import Detokenizer, TextStream
 from noria.text.tool_calls import ToolCallFormat, tool_call_format
 
 if TYPE_CHECKING:
+    from noria.loading.gguf_file import GgufFile
     from noria.text.chat_template import ChatTemplate, Message
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
+def load_tokenizer(path: Path, file: "GgufFile | None" = None) -> "Tokenizer":
     """The tokenizer of a model.
 
     Args:
         path: a Hugging Face directory (with `tokenizer.json`) or a GGUF file.
+        file: that GGUF file, where its header is read already.
 
     Raises:
         TokenizerError: a file is missing or is not as it must be.
@@ -30,9 +32,10 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         from noria.text.hf_tokenizer import load_hf_tokenizer
 
         return load_hf_tokenizer(path)
+    from noria.loading.gguf_file import GgufFile
     from noria.text.gguf_tokenizer import load_gguf_tokenizer
 
-    return load_gguf_tokenizer(path)
+    return load_gguf_tokenizer(GgufFile(path) if file is None else file)
 
 
 class Tokenizer:
