@@ -116,14 +116,13 @@ class TorchBench:
             model.config,
             self.num_blocks,
             config.block_size,
-            model.dtype,
+            resolved.kv_dtype or model.dtype,
             model.device,
             config.num_swap_blocks,
         )
         if fill_kv is not None:
-            for index in range(model.config.num_layers):
-                for part in self.kv.layer(index):
-                    part[1:].fill_(fill_kv)
+            # Of 8-bit numbers whose scale is NaN every byte is −1.
+            self.kv.memory[:, :, 1:] = -1 if self.kv.dtype == torch.int8 else fill_kv
         executor: Executor = TorchExecutor(model, self.kv, self.core.layout)
         if wrap is not None:
             executor = wrap(executor)  # type: ignore[arg-type]
