@@ -33,8 +33,8 @@ class EngineConfig:
         model: a folder with `config.json` and safetensors, a `.gguf` file, or a hub's `owner/name`.
         dtype: of weights and activations: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
             bfloat16 where the hardware computes it, else float32.
-        kv_cache_dtype: of the KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16` (infinite beyond
-            65,504) or `int8`: 8 bits, with a scale for each head of a token.
+        kv_cache_dtype: of the KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16` (infinite
+            beyond 65,504) or `int8`: 8 bits, with a scale for each head of a token.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:<n>`.
         backend: which ops run: `torch`, `cpu` (noria-cpu's own kernels and threads) or `auto`: cpu on a CPU,
             in a dtype that it computes.

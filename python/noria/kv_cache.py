@@ -40,8 +40,8 @@ class KvCache:
     On a CPU it is one anonymous private mapping, whose pages the system gives as they are first touched, so a
     cache may be larger than what is in use; `resize` gives them back.
 
-    Beside it lie blocks of the host's memory, to which the KV of preempted requests is copied. Both hold heads as
-    `noria.kv_format.packed` makes them, so a block that is copied keeps its bits.
+    Beside it lie blocks of the host's memory, to which the KV of preempted requests is copied. Both hold
+    heads as `noria.kv_format.packed` makes them, so a block that is copied keeps its bits.
 
     Attributes:
         num_blocks: usable blocks, which are 1 to `num_blocks`.

@@ -41,8 +41,8 @@ def stored_formula(head_dim: int, dtype: torch.dtype) -> str:
 def packed(heads: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Heads as the cache holds them: a head's own numbers alone decide its bits.
 
-    In 8 bits its largest magnitude becomes 127, the others the nearest whole numbers, ties to even. A head with a
-    number that is not finite has the scale NaN.
+    In 8 bits its largest magnitude becomes 127, the others the nearest whole numbers, ties to even. A head
+    with a number that is not finite has the scale NaN.
 
     Args:
         heads: `[..., head_dim]`.

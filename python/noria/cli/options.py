@@ -24,9 +24,9 @@ MODEL_HELP = (
 )
 
 KV_DTYPE_HELP = (
-    "Number format of the KV cache. auto: as --dtype. bfloat16 and float16 halve float32's memory, and what a "
-    "decode step reads; int8 (a scale for each head of a token) takes little more than a quarter. Each rounds K and "
-    "V, so answers may change: float16 least, int8 most; float16 ends at 65,504."
+    "Number format of the KV cache. auto: as --dtype. bfloat16 and float16 halve float32's memory, and what "
+    "a decode step reads of it; int8 (a scale for each head of a token) takes little more than a quarter. "
+    "Each rounds K and V, so answers may change: float16 least, int8 most; float16 ends at 65,504."
 )
 
 DType = Literal["auto", "float64", "float32", "bfloat16", "float16"]
