@@ -263,14 +263,13 @@ impl Batch {
                     let weights: Vec<f64> =
                         scores.iter().map(|score| (score - largest).exp()).collect();
                     let total: f64 = weights.iter().sum();
-                    for d in 0..head_dim {
-                        let sum: f64 = weights
-                            .iter()
-                            .zip(from..)
-                            .map(|(weight, at)| weight * values[at][d])
-                            .sum();
-                        out.push(sum / total);
-                    }
+                    out.extend((0..head_dim).map(|d| {
+                        let weighted = weights.iter().zip(&values[from..]);
+                        weighted
+                            .map(|(weight, value)| weight * value[d])
+                            .sum::<f64>()
+                            / total
+                    }));
                 }
             }
             first += count;

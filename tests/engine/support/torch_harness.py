@@ -202,9 +202,10 @@ class Watched:
         return self.inner.sample(view, masks)
 
 
-def answers_alone(model: Model, asks: Sequence[Ask]) -> list[Answer]:
+def answers_alone(model: Model, asks: Sequence[Ask], **changes: object) -> list[Answer]:
     """Each request by itself: whole prompt, one step at a time, no prefix cache."""
-    config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
+    alone = {"depth": 1, "max_num_seqs": 1, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    config = tiny_config(**(alone | changes))
     return [TorchBench(model, config).run([ask]).answers[0] for ask in asks]
 
 
