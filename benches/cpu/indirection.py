@@ -60,7 +60,7 @@ def least(
     """Seconds of attention by block size, each in its best round."""
     best = dict.fromkeys(sizes, float("inf"))
     steps = {size: Rows(batch, 1, arguments.context, size) for size in sizes}
-    caches = {size: step.cache(arguments.layers, np.float32) for size, step in steps.items()}
+    caches = {size: step.cache(arguments.layers, "float32") for size, step in steps.items()}
     logits = np.empty((batch, 16), np.float32)
     for _ in range(arguments.rounds):
         for size, step in steps.items():

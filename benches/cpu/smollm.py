@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from noria import kv_format
 from noria._core import CpuBuilder, CpuProgram, measure_bandwidth, measure_fma, measure_int8
 
 HIDDEN, QKV, INTERMEDIATE, VOCAB, NUM_LAYERS = 576, 960, 1536, 49152, 30
@@ -70,18 +71,26 @@ class Rows:
     context: int
     block_size: int = 16
 
-    def cache(self, num_layers: int, kv_type: npt.DTypeLike) -> npt.NDArray[np.generic]:
-        """A cache that holds them, filled."""
+    def cache(self, num_layers: int, kv_dtype: str) -> npt.NDArray[np.uint8]:
+        """A cache of a number format that holds them, filled."""
+        head = kv_format.packed(torch.full((HEADS[2],), 0.5), kv_format.kv_dtype(kv_dtype, torch.float32))
+        stored = head.view(torch.uint8).numpy()
         blocks = self.num_rows * self._blocks + 1
-        kv = np.zeros((num_layers, 2, blocks, self.block_size, HEADS[1], HEADS[2]), kv_type)
-        kv[...] = np.frombuffer(np.float32(0.5).tobytes(), np.uint16)[1] if kv_type == np.uint16 else 0.5
+        kv = np.empty((num_layers, 2, blocks, self.block_size, HEADS[1], len(stored)), np.uint8)
+        kv[...] = stored
         return kv
 
     @property
     def _blocks(self) -> int:
         return -(-self.context // self.block_size)
 
-    def run(self, program: CpuProgram, kv: npt.NDArray[np.generic], logits: npt.NDArray[np.float32]) -> None:
+    def run(
+        self,
+        program: CpuProgram,
+        kv: npt.NDArray[np.uint8],
+        logits: npt.NDArray[np.float32],
+        kv_dtype: str = "float32",
+    ) -> None:
         """Runs the step: every row's last token is sampled. Blocks lie in random order."""
         order = np.random.default_rng(1).permutation(self.num_rows * self._blocks).astype(np.int32) + 1
         tables = order.reshape(self.num_rows, self._blocks)
@@ -97,7 +106,8 @@ class Rows:
             row_seats=np.arange(self.num_rows),
             block_tables=tables,
             logits_indices=ends[1:] - 1,
-            kv=kv,  # type: ignore[arg-type]
+            kv=kv,
+            kv_dtype=kv_dtype,
             logits=logits,
         )
 

@@ -9,11 +9,13 @@ products over what queries see.
 import argparse
 
 import numpy as np
+import torch
 from smollm import BYTES, HEADS, NUM_LAYERS, VOCAB, Limits, Rows, recorded, shapes
 
 from noria._core import CpuProgram, cpu_isa
 from noria.backends.cpu.threads import chosen_threads
 from noria.bench.machine import detect_machine
+from noria.kv_format import kv_dtype, stored_size
 
 KINDS = {
     "1 x 200": Rows(1, 1, 200),
@@ -21,7 +23,7 @@ KINDS = {
     "16 x 1500": Rows(16, 1, 1500),
     "prompt of 1800": Rows(1, 1800, 1800),
 }
-KV_BYTES = {"float32": 4, "bfloat16": 2}
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--storages", default="float32,bfloat16,int8,Q4_0", help="how weights are kept")
     parser.add_argument("--steps", default=",".join(KINDS), help="kinds of step")
-    parser.add_argument("--kv", default="float32", choices=KV_BYTES, help="how K and V are kept")
+    parser.add_argument("--kv", default="float32", choices=KV_DTYPES, help="how K and V are kept")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--vocab", type=int, default=VOCAB)
@@ -54,12 +56,12 @@ def least(
     program: CpuProgram, step: Rows, arguments: argparse.Namespace, limits: Limits
 ) -> list[tuple[str, float]]:
     """Seconds by stage, each in its best round."""
-    kv = step.cache(arguments.layers, np.float32 if arguments.kv == "float32" else np.uint16)
+    kv = step.cache(arguments.layers, arguments.kv)
     logits = np.empty((step.num_rows, arguments.vocab), np.float32)
     best = np.full(len(program.stage_ns), np.inf)
     for _ in range(arguments.rounds):
         before = np.array([ns for _, ns in program.stage_ns])
-        step.run(program, kv, logits)
+        step.run(program, kv, logits, arguments.kv)
         best = np.minimum(best, np.array([ns for _, ns in program.stage_ns]) - before)
         limits.measure()
     return [(name, ns / 1e9) for (name, _), ns in zip(program.stage_ns, best, strict=True)]
@@ -94,7 +96,9 @@ def report(
 
 def attention_limit(step: Rows, storage: str, arguments: argparse.Namespace, limits: Limits) -> float:
     num_heads, num_kv_heads, head_dim = HEADS
-    kv_bytes = step.num_rows * step.context * 2 * num_kv_heads * head_dim * KV_BYTES[arguments.kv]
+    stored = kv_dtype(arguments.kv, torch.float32)
+    head_bytes = stored_size(head_dim, stored) * stored.itemsize
+    kv_bytes = step.num_rows * step.context * 2 * num_kv_heads * head_bytes
     first = step.context - step.num_tokens + 1
     num_seen = step.num_rows * (first + step.context) * step.num_tokens / 2
     operations = num_seen * num_heads * head_dim * 4

@@ -461,14 +461,17 @@ class CpuProgram:
         row_seats: npt.NDArray[np.int64],
         block_tables: npt.NDArray[np.int32],
         logits_indices: npt.NDArray[np.int64],
-        kv: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
+        kv: npt.NDArray[np.uint8],
+        kv_dtype: str,
         logits: npt.NDArray[np.float32],
     ) -> None:
         """Computes a step into `logits`, `[num_logits, columns]`; the GIL is released.
 
         Args:
-            kv: `[layers, 2, blocks, block size, KV heads, head size]`: float32, or bfloat16 as its bits.
+            kv: `[layers, 2, blocks, block size, KV heads, bytes of a head]`.
+            kv_dtype: `float32`, `bfloat16`, `float16`, or `int8`, whose heads begin with a float32 scale.
 
         Raises:
+            ConfigError: `kv_dtype` is none of these.
             ValueError: an array does not fit the program, the cache or the others; nothing was computed.
         """

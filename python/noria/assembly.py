@@ -129,7 +129,7 @@ class Assembly:
             self.model.config,
             self.resolved_config.num_kv_blocks,
             self.config.block_size,
-            self.model.dtype,
+            self.resolved_config.kv_dtype or self.model.dtype,
             device,
             self.config.num_swap_blocks,
         )

@@ -1,7 +1,7 @@
 """What an engine is built from: given once, checked once, resolved once against the model."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "deadline", "fair", "prefix")
 SHARES = ("decode-first", "prefill-first")
 ADMISSIONS = ("peak", "reserve", "optimistic")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 BACKENDS = ("auto", "torch", "cpu")
 QUANTIZATIONS = (None, "int8")
 BATCHINGS = ("continuous", "padded", "gang")
@@ -30,8 +31,10 @@ class EngineConfig:
 
     Attributes:
         model: a folder with `config.json` and safetensors, a `.gguf` file, or a hub's `owner/name`.
-        dtype: of weights and KV: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
+        dtype: of weights and activations: `auto`, `float64`, `float32`, `bfloat16` or `float16`. `auto` is
             bfloat16 where the hardware computes it, else float32.
+        kv_cache_dtype: of the KV cache: `auto` (the model's), `float32`, `bfloat16`, `float16` (infinite
+            beyond 65,504) or `int8`: 8 bits, with a scale for each head of a token.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:<n>`.
         backend: which ops run: `torch`, `cpu` (noria-cpu's own kernels and threads) or `auto`: cpu on a CPU,
             in a dtype that it computes.
@@ -89,6 +92,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     backend: str = "auto"
     quantization: str | None = None
@@ -128,6 +132,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         model_text(self.model)
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("backend", self.backend, BACKENDS)
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(
@@ -246,7 +251,7 @@ class EngineConfig:
 
         Args:
             model: its configuration.
-            dtype: of the KV cache.
+            dtype: of the model.
             memory_budget: bytes for the KV cache if the user gave neither bytes nor blocks; None if
                 the system does not say.
 
@@ -254,6 +259,9 @@ class EngineConfig:
             ConfigError: the context is longer than the model's or than the KV cache, or the KV cache
                 holds nothing.
         """
+        from noria.kv_cache import kv_bytes_per_block
+        from noria.kv_format import kv_dtype, stored_formula
+
         limit = model.max_position_embeddings
         if self.max_model_len is not None and self.max_model_len > limit:
             raise ConfigError(
@@ -264,7 +272,8 @@ class EngineConfig:
         max_model_len = limit if self.max_model_len is None else self.max_model_len
         notes: list[str] = []
         window = self._window(model, notes)
-        num_blocks = self._num_blocks(max_model_len, window, model, dtype, memory_budget)
+        stored = kv_dtype(self.kv_cache_dtype, dtype)
+        num_blocks = self._num_blocks(max_model_len, window, model, stored, memory_budget)
         num_kv_tokens = num_blocks * self.block_size
         if self._blocks_of_one(max_model_len, window) > num_blocks:
             held = f"the KV cache of {num_blocks} blocks of {self.block_size} holds {num_kv_tokens}"
@@ -274,13 +283,15 @@ class EngineConfig:
                 )
             notes.append(f"max_model_len: lowered to {num_kv_tokens} tokens from {limit}, as {held}")
             max_model_len = num_kv_tokens
-        kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize * num_kv_tokens
-        mib = kv_bytes / 2**20
+        mib = kv_bytes_per_block(model, self.block_size, stored) * num_blocks / 2**20
+        asked = "" if self.kv_cache_dtype == "auto" else f" ({self.kv_cache_dtype}, as asked for)"
         notes.append(
-            f"KV cache: 2 · {model.num_layers} layers · {model.num_kv_heads} kv heads · {model.head_dim} · "
-            f"{dtype.itemsize} bytes · {num_kv_tokens} tokens = {mib:.{0 if mib >= 10 else 2}f} MiB"
+            f"KV cache: 2 · {model.num_layers} layers · {model.num_kv_heads} kv heads · "
+            f"{stored_formula(model.head_dim, stored)} · {num_kv_tokens} tokens = "
+            f"{mib:.{0 if mib >= 10 else 2}f} MiB{asked}"
         )
-        return self._resolved(model.vocab_size, max_model_len, num_blocks, notes, window)
+        resolved = self._resolved(model.vocab_size, max_model_len, num_blocks, notes, window)
+        return replace(resolved, kv_dtype=stored)
 
     def resolve_without_model(self, *, vocab_size: int, max_model_len: int) -> "ResolvedConfig":
         """Settles a configuration for the null runner, whose KV cache takes no memory.
@@ -335,7 +346,7 @@ class EngineConfig:
         max_model_len: int,
         window: int,
         model: "ModelConfig",
-        dtype: "torch.dtype",
+        stored: "torch.dtype",
         memory_budget: int | None,
     ) -> int:
         from noria.kv_cache import num_blocks_in
@@ -349,7 +360,7 @@ class EngineConfig:
                 name="kv_cache_memory_bytes",
                 value=None,
             )
-        num_held = num_blocks_in(budget, model, self.block_size, dtype)
+        num_held = num_blocks_in(budget, model, self.block_size, stored)
         return min(num_held, self.max_num_seqs * self._blocks_of_one(max_model_len, window))
 
 
@@ -365,6 +376,7 @@ class ResolvedConfig:
         watermark_blocks: blocks that an admission leaves free while something runs.
         window: tokens that a token sees in every layer; KV behind them is given back. 0: all is kept.
         notes: lines to show when the engine starts.
+        kv_dtype: of the KV cache; None where there is no model.
     """
 
     engine: EngineConfig
@@ -374,6 +386,7 @@ class ResolvedConfig:
     watermark_blocks: int
     window: int = 0
     notes: tuple[str, ...] = ()
+    kv_dtype: "torch.dtype | None" = None
 
     def core(
         self, *, max_drafts: int = 0, forced_moves: int = 0, num_kv_events: int = 0, record: bool = False

@@ -7,13 +7,14 @@ import sys
 import torch
 
 from noria.errors import ConfigError
+from noria.kv_format import stored_size
 from noria.models.config import ModelConfig
 
 
 def kv_bytes_per_block(model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block, all layers together: 2 · layers · kv_heads · head_dim · bytes · block_size."""
+    """Bytes of a block, all layers together: 2 · layers · kv_heads · bytes of a head · block_size."""
     c = model_config
-    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize * block_size
+    return 2 * c.num_layers * c.num_kv_heads * stored_size(c.head_dim, dtype) * dtype.itemsize * block_size
 
 
 def num_blocks_in(memory_bytes: int, model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -39,14 +40,15 @@ class KvCache:
     On a CPU it is one anonymous private mapping, whose pages the system gives as they are first touched, so a
     cache may be larger than what is in use; `resize` gives them back.
 
-    Beside it lie blocks of the host's memory, to which the KV of preempted requests is copied.
+    Beside it lie blocks of the host's memory, to which the KV of preempted requests is copied. Both hold
+    heads as `noria.kv_format.packed` makes them, so a block that is copied keeps its bits.
 
     Attributes:
         num_blocks: usable blocks, which are 1 to `num_blocks`.
         num_swap_blocks: blocks of the host's memory, from 0.
         block_size: tokens of a block.
         nbytes: of those and block 0.
-        dtype: of K and V.
+        dtype: of K and V; int8: with a scale for each head of a token.
         device: where it lies.
     """
 
@@ -73,14 +75,14 @@ class KvCache:
         self.device = device
         self._block_bytes = kv_bytes_per_block(c, block_size, dtype)
         self._pieces = (c.num_layers, 2)
-        self._block_shape = (block_size, c.num_kv_heads, c.head_dim)
+        self._block_shape = (block_size, c.num_kv_heads, stored_size(c.head_dim, dtype))
         self._all, self._mapping = self._reserved(num_blocks)
         self._use(num_blocks)
         self.num_swap_blocks = num_swap_blocks
         self._host = self._reserved_on_host(num_swap_blocks)
 
     def _reserved(self, num_blocks: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-        """Zeros `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]`, and their mapping."""
+        """Zeros, as `memory` has them for `num_blocks`, and their mapping."""
         nbytes = self._block_bytes * (num_blocks + 1)
         shape = (*self._pieces, num_blocks + 1, *self._block_shape)
         try:
@@ -164,12 +166,12 @@ class KvCache:
                 self._mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each `[num_blocks + 1, block_size, num_kv_heads, head_dim]`."""
+        """K and V of one layer, each `[num_blocks + 1, block_size, num_kv_heads, stored_size]`."""
         return self._layers[index]
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it, `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]`."""
+        """All of it, `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, stored_size]`."""
         return self._all
 
     def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:

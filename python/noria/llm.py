@@ -75,6 +75,7 @@ class LLM:
         model: str | Path,
         *,
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         device: str = "auto",
         backend: str = "auto",
         quantization: str | None = None,
@@ -114,6 +115,7 @@ class LLM:
         self.config = EngineConfig(
             model=model_text(model),
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             backend=backend,
             quantization=quantization,

@@ -5,7 +5,8 @@ use noria_cpu::{
 };
 use proptest::prelude::*;
 
-use crate::support::{Numbers, assert_close, bf16, isas};
+use crate::kv_formats::{FORMATS, packed, rounded};
+use crate::support::{Numbers, assert_close, isas};
 
 /// A ragged batch over a cache that holds what came before, and NaN everywhere else.
 struct Batch {
@@ -69,6 +70,36 @@ impl Batch {
         block * self.block_size + position % self.block_size
     }
 
+    /// Of a token in the step, one head of K (part 0) or V.
+    fn new_head(&self, token: usize, part: usize, head: usize) -> &[f32] {
+        let Heads {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        } = self.heads;
+        let width = (num_heads + 2 * num_kv_heads) * head_dim;
+        let at = token * width + (num_heads + part * num_kv_heads + head) * head_dim;
+        &self.qkv[at..at + head_dim]
+    }
+
+    /// Of a row's token, one head of K or V, as a format rounds it.
+    fn stored(
+        &self,
+        format: KvFormat,
+        (row, first): (usize, usize),
+        position: usize,
+        (part, head): (usize, usize),
+    ) -> Vec<f64> {
+        let start = self.rows[row].0;
+        if position >= start {
+            return rounded(format, self.new_head(first + position - start, part, head));
+        }
+        let earlier = &self.earlier[row];
+        let earlier = if part == 0 { &earlier.0 } else { &earlier.1 };
+        let at = position * self.size() + head * self.heads.head_dim;
+        rounded(format, &earlier[at..at + self.heads.head_dim])
+    }
+
     /// What comes of it: one product with the identity shows attention's output.
     fn run(
         &self,
@@ -99,24 +130,7 @@ impl Batch {
     }
 
     fn run_program(&self, program: &mut Program, format: KvFormat, width: usize) -> Vec<f32> {
-        let num_numbers = 2 * self.num_blocks * self.block_size * self.size();
-        let mut wide = vec![f32::NAN; num_numbers];
-        let half = num_numbers / 2;
-        for (row, (keys, values)) in self.earlier.iter().enumerate() {
-            for position in 0..self.rows[row].0 {
-                let (at, from) = (
-                    self.slot(row, position) * self.size(),
-                    position * self.size(),
-                );
-                wide[at..at + self.size()].copy_from_slice(&keys[from..from + self.size()]);
-                wide[half + at..half + at + self.size()]
-                    .copy_from_slice(&values[from..from + self.size()]);
-            }
-        }
-        let mut narrow: Vec<u16> = wide
-            .iter()
-            .map(|&x| (bf16(x).to_bits() >> 16) as u16)
-            .collect();
+        let mut cache = self.cache(format);
         let (mut ids, mut positions, mut slots, mut contexts, mut cumulated) =
             (vec![], vec![], vec![], vec![], vec![0]);
         for (row, &(start, count)) in self.rows.iter().enumerate() {
@@ -140,15 +154,11 @@ impl Batch {
             max_blocks: self.max_blocks,
             logits_indices: &ids,
         };
-        let base = match format {
-            KvFormat::F32 => wide.as_mut_ptr().cast(),
-            KvFormat::Bf16 => narrow.as_mut_ptr().cast::<u8>(),
-        };
         let heads = self.heads;
-        // SAFETY: the numbers of a layer's K and V, which nobody else uses until the step has run.
+        // SAFETY: the bytes of a layer's K and V, which nobody else uses until the step has run.
         let kv = unsafe {
             KvView::new(
-                base,
+                cache.as_mut_ptr().cast(),
                 format,
                 1,
                 self.num_blocks,
@@ -159,7 +169,54 @@ impl Batch {
         };
         let mut out = vec![f32::NAN; ids.len() * width];
         program.run(&step, &kv, &mut out).unwrap();
+        self.check_stored(format, &cache, &slots);
         out
+    }
+
+    /// Bytes, in words, of what came before; all others are 255, which is NaN in every format.
+    fn cache(&self, format: KvFormat) -> Vec<u32> {
+        let Heads {
+            num_kv_heads,
+            head_dim,
+            ..
+        } = self.heads;
+        let token_bytes = num_kv_heads * format.head_bytes(head_dim);
+        let half = self.num_blocks * self.block_size * token_bytes;
+        let mut bytes = vec![255u8; (2 * half).next_multiple_of(4)];
+        for (row, (keys, values)) in self.earlier.iter().enumerate() {
+            for position in 0..self.rows[row].0 {
+                for (part, numbers) in [keys, values].into_iter().enumerate() {
+                    let token = &numbers[position * self.size()..][..self.size()];
+                    let stored: Vec<u8> = token
+                        .chunks_exact(head_dim)
+                        .flat_map(|head| packed(format, head))
+                        .collect();
+                    let at = part * half + self.slot(row, position) * token_bytes;
+                    bytes[at..at + token_bytes].copy_from_slice(&stored);
+                }
+            }
+        }
+        bytes
+            .chunks_exact(4)
+            .map(|word| u32::from_ne_bytes(word.try_into().unwrap()))
+            .collect()
+    }
+
+    /// The step's K and V lie in their slots, to the bit.
+    fn check_stored(&self, format: KvFormat, cache: &[u32], slots: &[i64]) {
+        let bytes: Vec<u8> = cache.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let head_bytes = format.head_bytes(self.heads.head_dim);
+        let token_bytes = self.heads.num_kv_heads * head_bytes;
+        for (token, &slot) in slots.iter().enumerate() {
+            for part in 0..2 {
+                for head in 0..self.heads.num_kv_heads {
+                    let first = part * self.num_blocks * self.block_size * token_bytes;
+                    let at = first + slot as usize * token_bytes + head * head_bytes;
+                    let wanted = packed(format, self.new_head(token, part, head));
+                    assert_eq!(bytes[at..at + head_bytes], wanted, "{format:?}");
+                }
+            }
+        }
     }
 
     fn reference(&self, format: KvFormat, options: AttentionOptions) -> Vec<f64> {
@@ -168,24 +225,23 @@ impl Batch {
             num_kv_heads,
             head_dim,
         } = self.heads;
-        let stored = |x: f32| f64::from(if format == KvFormat::Bf16 { bf16(x) } else { x });
         let width = (num_heads + 2 * num_kv_heads) * head_dim;
         let mut out = Vec::new();
         let mut first = 0;
         for (row, &(start, count)) in self.rows.iter().enumerate() {
-            let (keys, values) = &self.earlier[row];
-            let key = |position: usize, at: usize, part: usize| -> f64 {
-                if position < start {
-                    let earlier = if part == 0 { keys } else { values };
-                    return stored(earlier[position * self.size() + at]);
-                }
-                let token = first + position - start;
-                stored(self.qkv[token * width + (num_heads + part * num_kv_heads) * head_dim + at])
-            };
+            let heads: Vec<Vec<Vec<f64>>> = (0..2 * num_kv_heads)
+                .map(|at| {
+                    let which = (at / num_kv_heads, at % num_kv_heads);
+                    (0..start + count)
+                        .map(|position| self.stored(format, (row, first), position, which))
+                        .collect()
+                })
+                .collect();
             for query in 0..count {
                 let position = start + query;
                 for head in 0..num_heads {
-                    let offset = head / (num_heads / num_kv_heads) * head_dim;
+                    let kv_head = head / (num_heads / num_kv_heads);
+                    let (keys, values) = (&heads[kv_head], &heads[num_kv_heads + kv_head]);
                     let from = options
                         .window
                         .map_or(0, |window| (position + 1).saturating_sub(window));
@@ -195,7 +251,7 @@ impl Batch {
                             let dot: f64 = q
                                 .iter()
                                 .enumerate()
-                                .map(|(d, &q)| f64::from(q) * key(at, offset + d, 0))
+                                .map(|(d, &q)| f64::from(q) * keys[at][d])
                                 .sum();
                             let score = dot * f64::from(options.scale);
                             options.softcap.map_or(score, |cap| {
@@ -207,14 +263,13 @@ impl Batch {
                     let weights: Vec<f64> =
                         scores.iter().map(|score| (score - largest).exp()).collect();
                     let total: f64 = weights.iter().sum();
-                    for d in 0..head_dim {
-                        let sum: f64 = weights
-                            .iter()
-                            .zip(from..)
-                            .map(|(weight, at)| weight * key(at, offset + d, 1))
-                            .sum();
-                        out.push(sum / total);
-                    }
+                    out.extend((0..head_dim).map(|d| {
+                        let weighted = weights.iter().zip(&values[from..]);
+                        weighted
+                            .map(|(weight, value)| weight * value[d])
+                            .sum::<f64>()
+                            / total
+                    }));
                 }
             }
             first += count;
@@ -247,7 +302,7 @@ proptest! {
         let batch = Batch::new(heads, block_size, rows, seed);
         let options = AttentionOptions { scale: 0.3, window, softcap };
         for isa in isas() {
-            for format in [KvFormat::F32, KvFormat::Bf16] {
+            for format in FORMATS {
                 let found = batch.run(isa, format, options, 2);
                 assert_close(&found, &batch.reference(format, options), 2e-5, isa.name());
             }
@@ -271,10 +326,12 @@ fn long_rows_that_are_cut_in_ranges_are_the_dense_references() {
             ..PLAIN
         },
     ] {
-        let wanted = batch.reference(KvFormat::F32, options);
-        for isa in isas() {
-            let found = batch.run(isa, KvFormat::F32, options, 3);
-            assert_close(&found, &wanted, 2e-5, isa.name());
+        for format in [KvFormat::F32, KvFormat::Int8] {
+            let wanted = batch.reference(format, options);
+            for isa in isas() {
+                let found = batch.run(isa, format, options, 3);
+                assert_close(&found, &wanted, 2e-5, isa.name());
+            }
         }
     }
 }
@@ -287,7 +344,10 @@ fn a_row_has_the_same_bits_alone_and_beside_any_others() {
         head_dim: 16,
     };
     let rows = [(700, 1), (20, 33), (0, 5), (64, 1)];
-    for isa in isas() {
+    for (isa, format) in isas()
+        .into_iter()
+        .flat_map(|isa| FORMATS.map(|format| (isa, format)))
+    {
         let mut alone = Vec::new();
         let together = Batch::new(heads, 16, rows.to_vec(), 3);
         let width = 8 * 16;
@@ -296,14 +356,50 @@ fn a_row_has_the_same_bits_alone_and_beside_any_others() {
             let mut batch = Batch::new(heads, 8, vec![(start, count)], 4);
             batch.earlier = vec![together.earlier[row].clone()];
             batch.qkv = together.qkv[first * width..(first + count) * width].to_vec();
-            alone.extend(batch.run(isa, KvFormat::F32, PLAIN, 1));
+            alone.extend(batch.run(isa, format, PLAIN, 1));
             first += count;
         }
-        assert_eq!(
-            together.run(isa, KvFormat::F32, PLAIN, 3),
-            alone,
-            "{}",
-            isa.name()
-        );
+        assert_eq!(together.run(isa, format, PLAIN, 3), alone, "{}", isa.name());
+    }
+}
+
+/// What rounding K and V can do: a score moves by at most `ε = scale · Σ|q| · |K's error|`, so a weight by a factor of
+/// e^2ε, and a sum of V by its own error besides.
+#[test]
+fn rounded_kv_moves_attention_by_no_more_than_its_rounding_can() {
+    let heads = Heads {
+        num_heads: 6,
+        num_kv_heads: 2,
+        head_dim: 64,
+    };
+    let batch = Batch::new(heads, 16, vec![(200, 1), (90, 7), (0, 40)], 11);
+    let options = AttentionOptions {
+        scale: 0.125,
+        ..PLAIN
+    };
+    let exact = batch.reference(KvFormat::F32, options);
+    // Numbers are below 3; a query's magnitudes sum to at most 3 · 64.
+    let largest = 3.0;
+    for (format, error) in [
+        (KvFormat::Int8, largest / 127.0 / 2.0),
+        (KvFormat::F16, largest / 2048.0),
+    ] {
+        let epsilon = f64::from(options.scale) * 3.0 * 64.0 * error;
+        let bound = (2.0 * epsilon).exp_m1() * largest + error;
+        for isa in isas() {
+            let found = batch.run(isa, format, options, 1);
+            let errors = found
+                .iter()
+                .zip(&exact)
+                .map(|(&found, exact)| (f64::from(found) - exact).abs());
+            let (worst, total) = errors.fold((0.0f64, 0.0), |(worst, total), error| {
+                (worst.max(error), total + error)
+            });
+            assert!(worst <= bound, "{format:?}: {worst} above {bound}");
+            // Errors of many dimensions mostly cancel out.
+            let mean = total / exact.len() as f64;
+            assert!(mean <= error, "{format:?}: {mean} on average");
+            assert!(worst > 0.0, "{format:?} rounds nothing");
+        }
     }
 }

@@ -7,6 +7,7 @@
 )]
 
 mod attention;
+mod kv_formats;
 mod products;
 mod programs;
 mod support;

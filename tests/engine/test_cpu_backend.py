@@ -160,7 +160,8 @@ def test_a_step_that_does_not_fit_is_a_value_error(tiny_directory: Path) -> None
         "row_seats": np.array([0]),
         "block_tables": np.array([[1]], dtype=np.int32),
         "logits_indices": np.array([0]),
-        "kv": bench.kv.memory.numpy(),
+        "kv": bench.kv.memory.view(torch.uint8).numpy(),
+        "kv_dtype": "float32",
         "logits": np.zeros((1, 97), dtype=np.float32),
     }
     with pytest.raises(ValueError, match="input_ids has a 97, but must be from 0 to 96"):

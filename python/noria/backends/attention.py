@@ -18,7 +18,7 @@ class StepAttention(Protocol):
 
         Args:
             query: `[num_tokens, num_heads, head_dim]`; may be a view with gaps between tokens.
-            keys: `[num_blocks + 1, block_size, num_kv_heads, head_dim]`.
+            keys: `[num_blocks + 1, block_size, num_kv_heads, stored_size]`, as `kv_format.packed` makes them.
             values: likewise.
             scope: the layer's scale, window and bound.
 

@@ -57,15 +57,19 @@ class Limit:
         return float(np.maximum(reading, multiplying).sum()) + kv_reading
 
 
-def measure_limit(model: "Model", path: "Path", quantization: str | None) -> Limit:
+def measure_limit(
+    model: "Model", path: "Path", quantization: str | None, kv_cache_dtype: str = "auto"
+) -> Limit:
     """Measures the machine, for a second, and counts the model's weights.
 
     Args:
         model: on the CPU.
         path: of its files.
         quantization: that its weights were rounded by; None: none.
+        kv_cache_dtype: of the KV cache; `auto`: the model's.
     """
     from noria.kv_cache import kv_bytes_per_block
+    from noria.kv_format import kv_dtype
     from noria.loading.sizes import num_parameters
 
     config = model.config
@@ -84,5 +88,5 @@ def measure_limit(model: "Model", path: "Path", quantization: str | None) -> Lim
         num_body_weights=num_body,
         num_head_weights=num_embedded,
         bytes_per_weight=bytes_per_weight,
-        kv_bytes_per_token=kv_bytes_per_block(config, 1, model.dtype),
+        kv_bytes_per_token=kv_bytes_per_block(config, 1, kv_dtype(kv_cache_dtype, model.dtype)),
     )

@@ -158,7 +158,8 @@ def torch_engines(model: "Model") -> EngineFactory:
     def start(config: "EngineConfig") -> Engine:
         resolved = config.resolve(model.config, model.dtype, kv_memory_budget(model.device))
         core = resolved.core()
-        kv = KvCache(model.config, resolved.num_kv_blocks, config.block_size, model.dtype, model.device)
+        stored = resolved.kv_dtype or model.dtype
+        kv = KvCache(model.config, resolved.num_kv_blocks, config.block_size, stored, model.device)
         return start_engine(core, TorchExecutor(model, kv, core.layout), depth=config.depth)
 
     return start

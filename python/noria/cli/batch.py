@@ -123,6 +123,7 @@ def _engine(path: Path, model_flags: ModelFlags, engine_flags: EngineFlags) -> "
         EngineConfig(
             model=str(path),
             dtype=model_flags.dtype,
+            kv_cache_dtype=model_flags.kv_cache_dtype,
             device=model_flags.device,
             backend=model_flags.backend,
             quantization=model_flags.quantization,

@@ -120,6 +120,7 @@ def throughput(
     if null_runner:
         flags = {
             "--dtype": model_flags.dtype,
+            "--kv-cache-dtype": model_flags.kv_cache_dtype,
             "--device": model_flags.device,
             "--backend": model_flags.backend,
         }
@@ -251,6 +252,7 @@ def _load(
     import torch
 
     from noria.config import torch_device
+    from noria.kv_format import kv_dtype
     from noria.models import load_model
 
     dtype = model_flags.dtype if model_flags.dtype == "auto" else getattr(torch, model_flags.dtype)
@@ -268,6 +270,7 @@ def _load(
         "linear maps": loaded.linear_kernel,
         "model": path.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_dtype(model_flags.kv_cache_dtype, loaded.dtype)).removeprefix("torch."),
         "device": str(loaded.device),
         "vocab_size": vocab_size,
     }
@@ -275,7 +278,7 @@ def _load(
     if loaded.device.type == "cpu" and not loaded.config.is_foreign:
         from noria.bench.limit import measure_limit
 
-        limit = measure_limit(loaded, path, model_flags.quantization)
+        limit = measure_limit(loaded, path, model_flags.quantization, model_flags.kv_cache_dtype)
     program = loaded.program
     facts = Facts(limit, None if program is None else lambda: program.stage_us)
     return _Loaded(torch_engines(loaded), workload, max_model_len, about, facts)
@@ -340,6 +343,7 @@ def _engine_config(
     return EngineConfig(
         model=model,
         dtype=model_flags.dtype,
+        kv_cache_dtype=model_flags.kv_cache_dtype,
         device=model_flags.device,
         backend=model_flags.backend,
         quantization=model_flags.quantization,

@@ -132,6 +132,7 @@ def generate(
     with LLM(
         path,
         dtype=model_flags.dtype,
+        kv_cache_dtype=model_flags.kv_cache_dtype,
         device=model_flags.device,
         backend=model_flags.backend,
         quantization=model_flags.quantization,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from noria.cli.options import MODEL_HELP, DType, packaged_model
+from noria.cli.options import KV_DTYPE_HELP, MODEL_HELP, DType, KvDType, packaged_model
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def models(
     *,
     dtype: Annotated[
         DType,
-        Parameter(
-            help="Number format of weights and KV cache. auto: bfloat16 where the hardware computes it."
-        ),
+        Parameter(help="Number format of weights. auto: bfloat16 where the hardware computes it."),
     ] = "auto",
+    kv_cache_dtype: Annotated[KvDType, Parameter(help=KV_DTYPE_HELP)] = "auto",
     device: Annotated[str, Parameter(help="Where it would run: auto, cpu, cuda or cuda:N.")] = "auto",
     memory: Annotated[
         str | None,
@@ -51,7 +50,7 @@ def models(
     Only headers are read: nothing is loaded.
     """
     budget = None if memory is None else parse_bytes(memory, "--memory")
-    facts = supported() if model is None else about(model, dtype, device, budget)
+    facts = supported() if model is None else about(model, dtype, kv_cache_dtype, device, budget)
     width = max(len(name) for name in facts)
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
@@ -77,12 +76,15 @@ def supported() -> dict[str, str]:
     }
 
 
-def about(model: str, dtype: DType, device: str, budget: int | None) -> dict[str, str]:
+def about(
+    model: str, dtype: DType, kv_cache_dtype: KvDType, device: str, budget: int | None
+) -> dict[str, str]:
     """What there is to know of one model before it is loaded, by name, in words.
 
     Args:
         model: as a user names it.
-        dtype: of weights and KV cache.
+        dtype: of weights.
+        kv_cache_dtype: of the KV cache; `auto`: the same.
         device: where it would run.
         budget: bytes for both; None: what is available.
     """
@@ -90,6 +92,7 @@ def about(model: str, dtype: DType, device: str, budget: int | None) -> dict[str
     from noria.bench.report import format_bytes
     from noria.config import torch_device
     from noria.kv_cache import kv_bytes_per_block
+    from noria.kv_format import kv_dtype, stored_formula
     from noria.loading import read_model_config
     from noria.loading.dtype import chosen_dtype
     from noria.loading.hub_headers import described_model
@@ -108,7 +111,8 @@ def about(model: str, dtype: DType, device: str, budget: int | None) -> dict[str
         head_bytes = config.vocab_size * config.hidden_size * chosen.itemsize
         weight_bytes += head_bytes
         weights += f" and {format_bytes(head_bytes)} of the head, packed apart from the table it is tied to"
-    token_bytes = kv_bytes_per_block(config, 1, chosen)
+    stored = kv_dtype(kv_cache_dtype, chosen)
+    token_bytes = kv_bytes_per_block(config, 1, stored)
     return {
         "model": str(asked),
         "run by": implementation(config),
@@ -122,7 +126,7 @@ def about(model: str, dtype: DType, device: str, budget: int | None) -> dict[str
         "dtype": reason,
         "weights": weights,
         "KV of a token": f"{format_bytes(token_bytes)} (2 · {config.num_layers} layers · "
-        f"{config.num_kv_heads} KV heads · {config.head_dim} · {chosen.itemsize} bytes)",
+        f"{config.num_kv_heads} KV heads · {stored_formula(config.head_dim, stored)})",
         "KV of a context": format_bytes(token_bytes * config.max_position_embeddings),
         "what fits": _fitting(config, weight_bytes, token_bytes, budget, where),
     }

@@ -321,7 +321,7 @@ impl CpuProgram {
 
     #[pyo3(signature = (
         *, input_ids, positions, slot_mapping, cu_seqlens_q, context_lens, row_seats, block_tables, logits_indices, kv,
-        logits
+        kv_dtype, logits
     ))]
     #[allow(
         clippy::too_many_arguments,
@@ -338,7 +338,8 @@ impl CpuProgram {
         row_seats: PyReadonlyArray1<'_, i64>,
         block_tables: PyReadonlyArray2<'_, i32>,
         logits_indices: PyReadonlyArray1<'_, i64>,
-        kv: &Bound<'_, PyAny>,
+        kv: &Bound<'_, PyArrayDyn<u8>>,
+        kv_dtype: &str,
         mut logits: PyReadwriteArray2<'_, f32>,
     ) -> PyResult<()> {
         let step = Step {
@@ -353,9 +354,12 @@ impl CpuProgram {
             logits_indices: logits_indices.as_slice()?,
         };
         let logits = logits.as_slice_mut()?;
+        let format = kv_format(py, kv_dtype)?;
         let program = &mut self.program;
-        with_kv(kv, |view| py.detach(|| program.run(&step, &view, logits)))?
-            .map_err(|error| PyValueError::new_err(error.to_string()))
+        with_kv(kv, format, |view| {
+            py.detach(|| program.run(&step, &view, logits))
+        })?
+        .map_err(|error| PyValueError::new_err(error.to_string()))
     }
 }
 
@@ -374,38 +378,57 @@ fn label(kind: StageKind) -> String {
     }
 }
 
-/// Calls `run` with a view of `[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]` numbers: float32, or
-/// bfloat16 as uint16.
-fn with_kv<T>(kv: &Bound<'_, PyAny>, run: impl FnOnce(KvView) -> T) -> PyResult<T> {
-    if let Ok(array) = kv.cast::<PyArrayDyn<f32>>() {
-        let mut borrowed = array.try_readwrite()?;
-        let base = borrowed.as_slice_mut()?.as_mut_ptr();
-        return Ok(run(view(base.cast(), KvFormat::F32, array.shape())?));
+fn kv_format(py: Python<'_>, name: &str) -> PyResult<KvFormat> {
+    match name {
+        "float32" => Ok(KvFormat::F32),
+        "bfloat16" => Ok(KvFormat::Bf16),
+        "float16" => Ok(KvFormat::F16),
+        "int8" => Ok(KvFormat::Int8),
+        other => {
+            let expected = "float32, bfloat16, float16 or int8";
+            Err(errors::named(py, "kv_dtype", other.to_owned(), expected))
+        }
     }
-    let array = kv.cast::<PyArrayDyn<u16>>()?;
-    let mut borrowed = array.try_readwrite()?;
+}
+
+/// Calls `run` with a view of `[num_layers, 2, num_blocks, block_size, num_kv_heads, head bytes]` bytes.
+fn with_kv<T>(
+    kv: &Bound<'_, PyArrayDyn<u8>>,
+    format: KvFormat,
+    run: impl FnOnce(KvView) -> T,
+) -> PyResult<T> {
+    let mut borrowed = kv.try_readwrite()?;
     let base = borrowed.as_slice_mut()?.as_mut_ptr();
-    Ok(run(view(base.cast(), KvFormat::Bf16, array.shape())?))
+    Ok(run(view(base, format, kv.shape())?))
 }
 
 #[allow(unsafe_code, reason = "the cache is a tensor's memory; see SAFETY")]
 fn view(base: *mut u8, format: KvFormat, shape: &[usize]) -> PyResult<KvView> {
+    let wrong = |why: &str| {
+        Err(PyValueError::new_err(format!(
+            "The KV cache has shape {shape:?}, but {why}."
+        )))
+    };
     let &[
         num_layers,
         2,
         num_blocks,
         block_size,
         num_kv_heads,
-        head_dim,
+        head_bytes,
     ] = shape
     else {
-        return Err(PyValueError::new_err(format!(
-            "The KV cache has shape {shape:?}, but needs [layers, 2, blocks, block size, heads, head size]."
-        )));
+        return wrong("needs [layers, 2, blocks, block size, heads, bytes of a head]");
     };
-    // SAFETY: `with_kv` holds an exclusive borrow of a contiguous array of this shape and format while the view is used,
-    // and the array keeps its memory alive. Nobody else writes the tensor while a step runs: steps, and moves between
-    // them, are jobs of one runner thread.
+    let Some(head_dim) = format.head_dim(head_bytes) else {
+        return wrong("no head of its number format has so many bytes");
+    };
+    if base.align_offset(align_of::<f32>()) != 0 {
+        return wrong("begins at no multiple of 4 bytes");
+    }
+    // SAFETY: `with_kv` holds an exclusive borrow of a contiguous array of this shape while the view is used, any bytes
+    // are numbers of each format, and the array keeps its memory alive. Nobody else writes the tensor while a step runs:
+    // steps, and moves between them, are jobs of one runner thread.
     Ok(unsafe {
         KvView::new(
             base,

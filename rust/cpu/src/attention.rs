@@ -14,8 +14,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::kernels::Kernels;
+use crate::kv::{KvFormat, Stored};
 use crate::memory::{Buffer, Rows};
-use crate::simd::{Bf16, Element, Simd};
+use crate::simd::{Bf16, F16, Simd};
 
 mod chunk;
 mod decode;
@@ -38,15 +39,6 @@ pub struct AttentionOptions {
     pub window: Option<usize>,
     /// Scores become `cap · tanh(score / cap)`.
     pub softcap: Option<f32>,
-}
-
-/// How K and V are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvFormat {
-    /// 4 bytes a number.
-    F32,
-    /// bfloat16: 2 bytes.
-    Bf16,
 }
 
 /// Heads of a fused q, k, v row.
@@ -129,6 +121,7 @@ struct Layout {
     scores: usize,
     keys: usize,
     values: usize,
+    scales: usize,
     maxima: usize,
     totals: usize,
     keeps: usize,
@@ -145,7 +138,8 @@ impl Layout {
         let scores = sums + rows * dim;
         let keys = scores + rows * TILE;
         let values = keys + dim * TILE;
-        let maxima = values + dim * TILE;
+        let scales = values + dim * TILE;
+        let maxima = scales + TILE;
         let totals = maxima + rows;
         let keeps = totals + rows;
         Layout {
@@ -154,6 +148,7 @@ impl Layout {
             scores,
             keys,
             values,
+            scales,
             maxima,
             totals,
             keeps,
@@ -193,6 +188,8 @@ pub(crate) unsafe fn attend<S: Simd>(a: &Attend<'_>, scratch: &mut Scratch) {
     match a.format {
         KvFormat::F32 => attend_in::<S, f32>(a, scratch),
         KvFormat::Bf16 => attend_in::<S, Bf16>(a, scratch),
+        KvFormat::F16 => attend_in::<S, F16>(a, scratch),
+        KvFormat::Int8 => attend_in::<S, i8>(a, scratch),
     }
 }
 
@@ -209,6 +206,7 @@ struct Work {
     scores: *mut f32,
     keys: *mut f32,
     values: *mut f32,
+    scales: *mut f32,
     maxima: *mut f32,
     totals: *mut f32,
     keeps: *mut f32,
@@ -232,10 +230,17 @@ impl Work {
             scores: scratch.add(layout.scores),
             keys: scratch.add(layout.keys),
             values: scratch.add(layout.values),
+            scales: scratch.add(layout.scales),
             maxima: scratch.add(layout.maxima + first),
             totals: scratch.add(layout.totals + first),
             keeps: scratch.add(layout.keeps + first),
         }
+    }
+
+    /// Its head's numbers in the first token of K or V.
+    unsafe fn first<E: Stored>(&self, layer: *const u8, format: KvFormat) -> *const E {
+        let head = self.kv_head * format.head_bytes(self.dim);
+        layer.add(head + E::SCALE_BYTES).cast()
     }
 
     /// Takes the queries, scaled; nothing is summed yet.
@@ -263,7 +268,7 @@ impl Work {
 }
 
 #[inline(always)]
-unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) {
+unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
     let scratch = scratch.buffer.as_mut_ptr();
     for index in 0..a.unit.num_kv_heads {
         Work::of(a, scratch, index).begin(a);
@@ -280,7 +285,7 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
     let mut tile = Tile::at(a, from, to);
     while tile.from < to {
         let next = Tile::at(a, tile.to, to);
-        let mut ahead = Ahead::new::<E>(a, &next);
+        let mut ahead = Ahead::new(a, &next);
         for index in 0..a.unit.num_kv_heads {
             let w = Work::of(a, scratch, index);
             if a.unit.num_queries == 1 {
@@ -300,7 +305,7 @@ unsafe fn attend_in<S: Simd, E: Element>(a: &Attend<'_>, scratch: &mut Scratch) 
 struct Tile {
     from: usize,
     to: usize,
-    /// Where each key lies, in numbers from the layer's first.
+    /// Where each key's token lies, in bytes from the layer's first.
     offsets: [usize; TILE],
 }
 
@@ -314,14 +319,14 @@ impl Tile {
             to,
             offsets: [0; TILE],
         };
-        let token_stride = a.heads.num_kv_heads * a.heads.head_dim;
+        let token_bytes = a.heads.num_kv_heads * a.format.head_bytes(a.heads.head_dim);
         let mut key = from;
         while key < to {
             let offset = key % a.block_size;
             let count = (a.block_size - offset).min(to - key);
             let slot = a.table[key / a.block_size] as usize * a.block_size + offset;
             for i in 0..count {
-                tile.offsets[key - from + i] = (slot + i) * token_stride;
+                tile.offsets[key - from + i] = (slot + i) * token_bytes;
             }
             key += count;
         }
@@ -339,8 +344,6 @@ struct Ahead<'a> {
     tile: &'a Tile,
     keys: *const u8,
     values: *const u8,
-    /// Bytes of a number.
-    size: usize,
     /// Lines of a token, in K or in V.
     num_lines: usize,
     key: usize,
@@ -349,15 +352,14 @@ struct Ahead<'a> {
 
 impl Ahead<'_> {
     #[inline(always)]
-    fn new<'a, E: Element>(a: &Attend<'_>, tile: &'a Tile) -> Ahead<'a> {
-        let size = size_of::<E>();
-        let first = a.unit.kv_head * a.heads.head_dim * size;
+    fn new<'a>(a: &Attend<'_>, tile: &'a Tile) -> Ahead<'a> {
+        let head_bytes = a.format.head_bytes(a.heads.head_dim);
+        let first = a.unit.kv_head * head_bytes;
         Ahead {
             tile,
             keys: a.keys.wrapping_add(first),
             values: a.values.wrapping_add(first),
-            size,
-            num_lines: (a.unit.num_kv_heads * a.heads.head_dim * size).div_ceil(64),
+            num_lines: (a.unit.num_kv_heads * head_bytes).div_ceil(64),
             key: 0,
             line: 0,
         }
@@ -375,7 +377,7 @@ impl Ahead<'_> {
             if self.key >= self.tile.len() {
                 return;
             }
-            let at = self.tile.offsets[self.key] * self.size + self.line * 64;
+            let at = self.tile.offsets[self.key] + self.line * 64;
             S::prefetch(self.keys.wrapping_add(at));
             S::prefetch(self.values.wrapping_add(at));
             self.line += 1;

@@ -3,6 +3,7 @@
 use crate::Isa;
 use crate::attention::{self, Attend, Scratch};
 use crate::gemm::{self, Panel};
+use crate::kv::KvFormat;
 use crate::limits;
 use crate::rowwise;
 use crate::simd::{self, Simd};
@@ -20,6 +21,8 @@ pub(crate) struct Kernels {
     pub(crate) block_turned: unsafe fn(&Product<f32>, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
+    /// Stores heads of a token, each of so many numbers, in the cache.
+    pub(crate) store: unsafe fn(&[f32], usize, KvFormat, *mut u8),
     pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
     pub(crate) add: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) scale: unsafe fn(f32, &mut [f32]),
@@ -48,6 +51,7 @@ macro_rules! kernels {
                 block,
                 block_turned,
                 attend,
+                store,
                 rms_norm,
                 add,
                 scale,
@@ -81,6 +85,11 @@ macro_rules! kernels {
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {
                 // SAFETY: as above.
                 unsafe { attention::attend::<S>(attend, scratch) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn store(x: &[f32], head_dim: usize, format: KvFormat, to: *mut u8) {
+                // SAFETY: as above.
+                unsafe { rowwise::store::<S>(x, head_dim, format, to) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn rms_norm(weight: &[f32], eps: f32, x: &mut [f32]) {

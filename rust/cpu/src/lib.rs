@@ -35,10 +35,10 @@ mod simd;
 mod step;
 mod tile;
 
-pub use attention::{AttentionOptions, Heads, KvFormat};
+pub use attention::{AttentionOptions, Heads};
 pub use builder::{Builder, MatrixId, TableId, Value, VectorId};
 pub use isa::{ISA_VARIABLE, Isa, IsaError};
-pub use kv::KvView;
+pub use kv::{KvFormat, KvView};
 pub use limits::{fma_rate, int8_rate, read_bandwidth};
 pub use matrix::{Format, Matrix};
 pub use program::{Program, StageKind, StageTime};

@@ -4,7 +4,8 @@
     reason = "kernels: slices carry their sizes, and vectors are read and written inside them"
 )]
 
-use crate::simd::Simd;
+use crate::kv::{KvFormat, Stored};
+use crate::simd::{Bf16, Element, F16, Simd};
 
 /// The most lanes of a vector.
 const MAX_LANES: usize = 16;
@@ -173,5 +174,75 @@ pub(crate) unsafe fn quantise<S: Simd>(x: &[f32], limit: f32, out: &mut [f32]) {
     }
     if !x.len().is_multiple_of(2) {
         whole[x.len()] = 0;
+    }
+}
+
+/// Stores heads of a token as the cache has them; `to` has room for them, which nobody else uses.
+#[inline(always)]
+pub(crate) unsafe fn store<S: Simd>(x: &[f32], head_dim: usize, format: KvFormat, to: *mut u8) {
+    match format {
+        KvFormat::F32 => to
+            .cast::<f32>()
+            .copy_from_nonoverlapping(x.as_ptr(), x.len()),
+        KvFormat::Bf16 => {
+            let to = to.cast::<Bf16>();
+            for (place, &number) in x.iter().enumerate() {
+                to.add(place).write(Bf16::of(number));
+            }
+        }
+        KvFormat::F16 => {
+            let to = to.cast::<F16>();
+            let num_whole = x.len() / S::LANES * S::LANES;
+            for at in (0..num_whole).step_by(S::LANES) {
+                S::store_f16(to.add(at).cast(), S::load(x[at..].as_ptr()));
+            }
+            for at in num_whole..x.len() {
+                to.add(at).write(F16::of(x[at]));
+            }
+        }
+        KvFormat::Int8 => {
+            let head_bytes = format.head_bytes(head_dim);
+            for (place, head) in x.chunks_exact(head_dim).enumerate() {
+                store_whole::<S>(head, to.add(place * head_bytes));
+            }
+        }
+    }
+}
+
+/// A head as whole numbers up to 127, behind what they are multiplied by: its largest / 127. A head with a number that is
+/// not finite has the scale NaN, and zeros.
+#[inline(always)]
+unsafe fn store_whole<S: Simd>(head: &[f32], to: *mut u8) {
+    let num_whole = head.len() / S::LANES * S::LANES;
+    let (mut high, mut low) = (S::splat(0.0), S::splat(0.0));
+    let mut nothing = S::splat(0.0); // 0 · x is NaN where x is not finite
+    for at in (0..num_whole).step_by(S::LANES) {
+        let v = S::load(head[at..].as_ptr());
+        (high, low) = (S::max(high, v), S::min(low, v));
+        nothing = S::fma(v, S::splat(0.0), nothing);
+    }
+    let mut largest = S::largest(high).max(S::largest(S::sub(S::splat(0.0), low)));
+    let mut nothing = S::sum(nothing);
+    for &x in &head[num_whole..] {
+        largest = largest.max(x.abs());
+        nothing += x * 0.0;
+    }
+    // A normal number, so that its inverse is finite.
+    let scale = (largest * (1.0 / 127.0)).max(f32::MIN_POSITIVE);
+    let is_finite = nothing == 0.0;
+    let stored = if is_finite { scale } else { f32::NAN };
+    to.cast::<f32>().write_unaligned(stored);
+    let to = to.add(<i8 as Stored>::SCALE_BYTES).cast::<i8>();
+    if !is_finite {
+        to.write_bytes(0, head.len());
+        return;
+    }
+    let inverse = 1.0 / scale;
+    for at in (0..num_whole).step_by(S::LANES) {
+        let v = S::mul(S::load(head[at..].as_ptr()), S::splat(inverse));
+        S::store_i8(to.add(at), v);
+    }
+    for (at, &x) in head.iter().enumerate().skip(num_whole) {
+        to.add(at).write(i8::of(x * inverse));
     }
 }

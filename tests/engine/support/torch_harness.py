@@ -116,14 +116,13 @@ class TorchBench:
             model.config,
             self.num_blocks,
             config.block_size,
-            model.dtype,
+            resolved.kv_dtype or model.dtype,
             model.device,
             config.num_swap_blocks,
         )
         if fill_kv is not None:
-            for index in range(model.config.num_layers):
-                for part in self.kv.layer(index):
-                    part[1:].fill_(fill_kv)
+            # Of 8-bit numbers whose scale is NaN every byte is −1.
+            self.kv.memory[:, :, 1:] = -1 if self.kv.dtype == torch.int8 else fill_kv
         executor: Executor = TorchExecutor(model, self.kv, self.core.layout)
         if wrap is not None:
             executor = wrap(executor)  # type: ignore[arg-type]
@@ -203,9 +202,10 @@ class Watched:
         return self.inner.sample(view, masks)
 
 
-def answers_alone(model: Model, asks: Sequence[Ask]) -> list[Answer]:
+def answers_alone(model: Model, asks: Sequence[Ask], **changes: object) -> list[Answer]:
     """Each request by itself: whole prompt, one step at a time, no prefix cache."""
-    config = tiny_config(depth=1, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False)
+    alone = {"depth": 1, "max_num_seqs": 1, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    config = tiny_config(**(alone | changes))
     return [TorchBench(model, config).run([ask]).answers[0] for ask in asks]
 
 

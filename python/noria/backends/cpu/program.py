@@ -33,7 +33,6 @@ class RecordedForward:
             torch.set_num_threads(1)
             self._is_first = False
         logits = torch.empty(len(inputs.logits_indices), self.core.num_logits_columns)
-        cache = kv.memory
         self.core.run(
             input_ids=inputs.input_ids.numpy(),
             positions=inputs.positions.numpy(),
@@ -43,7 +42,8 @@ class RecordedForward:
             row_seats=inputs.row_seats.numpy(),
             block_tables=inputs.block_tables.numpy(),
             logits_indices=inputs.logits_indices.numpy(),
-            kv=(cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache).numpy(),
+            kv=kv.memory.view(torch.uint8).numpy(),
+            kv_dtype=str(kv.dtype).removeprefix("torch."),
             logits=logits.numpy(),
         )
         return logits

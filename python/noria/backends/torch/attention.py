@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from noria.backends.ops import Scope, StepInputs
 from noria.kv_cache import KvCache
+from noria.kv_format import unpacked
 
 _TILE = 256
 """Queries that are attended together in a row with an earlier context."""
@@ -98,11 +99,9 @@ class _Group:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scope: Scope
     ) -> torch.Tensor:
         """`[R * n, num_heads * head_dim]` of `query` `[num_tokens, num_heads, head_dim]`."""
-        _, _, num_kv_heads, head_dim = keys.shape
-        num_heads = query.shape[1]
-        shape = (self.num_tiles, self.max_context, num_kv_heads, head_dim)
-        k = keys.view(-1, num_kv_heads * head_dim).index_select(0, self.slots).view(shape).transpose(1, 2)
-        v = values.view(-1, num_kv_heads * head_dim).index_select(0, self.slots).view(shape).transpose(1, 2)
+        num_kv_heads = keys.shape[2]
+        _, num_heads, head_dim = query.shape
+        k, v = self._gathered(keys, query.dtype), self._gathered(values, query.dtype)
         place = self.place
         q = query[place] if isinstance(place, slice) else query.index_select(0, place.tokens)
         if self.max_count == 1:
@@ -113,6 +112,12 @@ class _Group:
         q = q.reshape(self.num_tiles, self.max_count, num_heads, head_dim).transpose(1, 2)
         o = self._attended(q, k, v, scope)  # [R, num_heads, n, head_dim]
         return o.transpose(1, 2).reshape(self.num_tiles * self.max_count, num_heads * head_dim)
+
+    def _gathered(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tiles' K or V, `[R, num_kv_heads, c, head_dim]`."""
+        heads = stored.shape[2:]
+        found = stored.view(-1, heads.numel()).index_select(0, self.slots)
+        return unpacked(found.view(self.num_tiles, self.max_context, *heads), dtype).transpose(1, 2)
 
     def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scope: Scope) -> torch.Tensor:
         """`[R, heads of q, queries, head_dim]`; K and V may have fewer heads."""
@@ -165,10 +170,8 @@ class SdpaStep:
     """
 
     def __init__(self, inputs: StepInputs, kv: KvCache) -> None:
-        keys, _ = kv.layer(0)
         self._inputs = inputs
-        self._dtype = kv.dtype
-        self._max_slots = max(1, _GATHER_BYTES // (keys.shape[2] * keys.shape[3] * keys.element_size()))
+        self._num_kv_heads = kv.memory.shape[-2]
         is_decode = inputs.num_decode_rows == inputs.num_rows
         self._lengths: tuple[Ints, Ints] | None = None
         if inputs.context_lens.device.type == "cpu" or not is_decode:
@@ -183,23 +186,23 @@ class SdpaStep:
         is_wide = scope.window is None or scope.window >= self._inputs.max_context
         window = None if is_wide else scope.window
         if window not in self._plans:
-            self._plans[window] = _Plan(self._groups(window), self._inputs.num_tokens)
+            groups = self._groups(window, query.shape[2], query.dtype)
+            self._plans[window] = _Plan(groups, self._inputs.num_tokens)
         return self._plans[window].attend(query, keys, values, scope)
 
-    def _groups(self, window: int | None) -> list[_Group]:
+    def _groups(self, window: int | None, head_dim: int, dtype: torch.dtype) -> list[_Group]:
         inputs = self._inputs
+        max_slots = max(1, _GATHER_BYTES // (self._num_kv_heads * head_dim * dtype.itemsize))
         if self._lengths is None:
             num_rows = inputs.num_rows
             longest = inputs.max_context if window is None else window
-            size = max(1, self._max_slots // max(longest, 1))
+            size = max(1, max_slots // max(longest, 1))
             return [
-                _decode_group(inputs, self._dtype, slice(at, min(at + size, num_rows)), window)
+                _decode_group(inputs, dtype, slice(at, min(at + size, num_rows)), window)
                 for at in range(0, num_rows, size)
             ]
         tiles = _tiles(*self._lengths, window)
-        return [
-            _group(inputs, self._dtype, tiles[chosen], window) for chosen in _grouped(tiles, self._max_slots)
-        ]
+        return [_group(inputs, dtype, tiles[chosen], window) for chosen in _grouped(tiles, max_slots)]
 
 
 class SdpaAttention:

@@ -7,6 +7,7 @@ from noria.backends.attention import Attention
 from noria.backends.ops import Heads, Rope, Scope, StepInputs
 from noria.backends.torch.linear import Linear
 from noria.kv_cache import KvCache
+from noria.kv_format import packed
 
 
 class TorchOps:
@@ -83,7 +84,8 @@ class TorchOps:
         keys, values = self._kv.layer(layer)
         for cache, new in ((keys, key), (values, value)):
             slots = cache.view(-1, cache.shape[2] * cache.shape[3])
-            slots.index_copy_(0, self._stored_slots, new[: self._num_stored].flatten(1))
+            stored = packed(new[: self._num_stored], cache.dtype)
+            slots.index_copy_(0, self._stored_slots, stored.flatten(1))
         return self._attention.attend(query, keys, values, scope)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -4,21 +4,21 @@
 //! of rows are vectors, and what causality or the window hides from rows is a range of them.
 
 use super::{Ahead, Attend, Tile, Work};
-use crate::simd::{Element, Simd};
+use crate::kv::Stored;
+use crate::simd::Simd;
 use crate::tile::Product;
 
 /// # Safety
 /// As for `attend`; the unit has several queries.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, E: Element>(
+pub(super) unsafe fn tile<S: Simd, E: Stored>(
     a: &Attend<'_>,
     w: &Work,
     tile: &Tile,
     ahead: &mut Ahead<'_>,
 ) {
-    let head = w.kv_head * w.dim;
-    gather::<S, E>(a.keys.cast::<E>().add(head), w.keys, w.dim, tile);
-    gather::<S, E>(a.values.cast::<E>().add(head), w.values, w.dim, tile);
+    gather::<S, E>(w.first(a.keys, a.format), w.keys, w.dim, tile);
+    gather::<S, E>(w.first(a.values, a.format), w.values, w.dim, tile);
     let scores = Product {
         x: w.keys.cast_const(),
         x_stride: w.dim,
@@ -49,15 +49,20 @@ pub(super) unsafe fn tile<S: Simd, E: Element>(
 
 /// The heads of a tile's keys, or values, one after another.
 #[inline(always)]
-unsafe fn gather<S: Simd, E: Element>(from: *const E, to: *mut f32, dim: usize, tile: &Tile) {
+unsafe fn gather<S: Simd, E: Stored>(from: *const E, to: *mut f32, dim: usize, tile: &Tile) {
     let num_whole = dim / S::LANES * S::LANES;
     for i in 0..tile.len() {
-        let (head, to) = (from.add(tile.offsets[i]), to.add(i * dim));
+        let (head, to) = (from.byte_add(tile.offsets[i]), to.add(i * dim));
+        let scale = E::scale(head);
         for d in (0..num_whole).step_by(S::LANES) {
-            S::store(to.add(d), E::load::<S>(head.add(d)));
+            let mut numbers = E::load::<S>(head.add(d));
+            if E::SCALE_BYTES > 0 {
+                numbers = S::mul(numbers, S::splat(scale));
+            }
+            S::store(to.add(d), numbers);
         }
         for d in num_whole..dim {
-            *to.add(d) = (*head.add(d)).get();
+            *to.add(d) = (*head.add(d)).get() * scale;
         }
     }
 }

@@ -1,7 +1,8 @@
 //! One query with a tile of keys: K and V are read where they lie, each key once for all heads of a group.
 
 use super::{Ahead, Attend, TILE, Tile, Work};
-use crate::simd::{Element, Simd};
+use crate::kv::Stored;
+use crate::simd::Simd;
 
 /// Keys whose scores are computed side by side.
 const KEYS: usize = 4;
@@ -9,21 +10,21 @@ const KEYS: usize = 4;
 /// # Safety
 /// As for `attend`; the unit has one query.
 #[inline(always)]
-pub(super) unsafe fn tile<S: Simd, E: Element>(
+pub(super) unsafe fn tile<S: Simd, E: Stored>(
     a: &Attend<'_>,
     w: &Work,
     tile: &Tile,
     ahead: &mut Ahead<'_>,
 ) {
     let n = tile.len();
-    let head = w.kv_head * w.dim;
     // Once for each key's score, and once for its V.
     let num_lines = ahead.lines_at_each(2 * n * a.unit.num_kv_heads);
-    let (keys, values) = (a.keys.cast::<E>().add(head), a.values.cast::<E>().add(head));
+    let keys: *const E = w.first(a.keys, a.format);
+    let values: *const E = w.first(a.values, a.format);
     for i in (0..n).step_by(KEYS) {
         let mut k = [keys; KEYS];
         for j in 0..KEYS {
-            k[j] = keys.add(tile.offsets[(i + j).min(n - 1)]);
+            k[j] = keys.byte_add(tile.offsets[(i + j).min(n - 1)]);
         }
         ahead.ask::<S>(num_lines * KEYS);
         let mut r = 0;
@@ -49,6 +50,9 @@ pub(super) unsafe fn tile<S: Simd, E: Element>(
     for r in 0..w.num_rows {
         softmax::<S>(a, w, r, n, first.clamp(tile.from, tile.to) - tile.from);
     }
+    if E::SCALE_BYTES > 0 {
+        scale_weights::<S, E>(w, values, tile);
+    }
     let mut r = 0;
     while r < w.num_rows {
         match w.num_rows - r {
@@ -62,7 +66,7 @@ pub(super) unsafe fn tile<S: Simd, E: Element>(
 
 /// Scores of some heads with four keys.
 #[inline(always)]
-unsafe fn scores<S: Simd, E: Element, const R: usize>(
+unsafe fn scores<S: Simd, E: Stored, const R: usize>(
     w: &Work,
     row: usize,
     place: usize,
@@ -92,6 +96,11 @@ unsafe fn scores<S: Simd, E: Element, const R: usize>(
             let q = *queries.add(r * w.dim + d);
             for j in 0..KEYS {
                 totals[j] += q * (*k[j].add(d)).get();
+            }
+        }
+        if E::SCALE_BYTES > 0 {
+            for j in 0..KEYS {
+                totals[j] *= E::scale(k[j]);
             }
         }
         let to = w.scores.add((row + r) * TILE + place);
@@ -147,9 +156,23 @@ unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, row: usize, n: usize, first
     *total += S::sum(sums);
 }
 
+/// Multiplies all heads' weights by the scales of the tile's V, whose numbers are then taken as they are.
+#[inline(always)]
+unsafe fn scale_weights<S: Simd, E: Stored>(w: &Work, values: *const E, tile: &Tile) {
+    for i in 0..tile.len() {
+        *w.scales.add(i) = E::scale(values.byte_add(tile.offsets[i]));
+    }
+    for r in 0..w.num_rows {
+        for i in (0..tile.len()).step_by(S::LANES) {
+            let weight = w.scores.add(r * TILE + i);
+            S::store(weight, S::mul(S::load(weight), S::load(w.scales.add(i))));
+        }
+    }
+}
+
 /// Adds the tile's V, weighted, to the sums of some heads.
 #[inline(always)]
-unsafe fn weigh<S: Simd, E: Element, const R: usize>(
+unsafe fn weigh<S: Simd, E: Stored, const R: usize>(
     w: &Work,
     row: usize,
     values: *const E,
@@ -180,7 +203,7 @@ unsafe fn weigh<S: Simd, E: Element, const R: usize>(
         for d in d..w.dim {
             let sum = w.sums.add(r * w.dim + d);
             for i in 0..tile.len() {
-                let value = (*values.add(tile.offsets[i] + d)).get();
+                let value = (*values.byte_add(tile.offsets[i]).add(d)).get();
                 *sum += *w.scores.add(r * TILE + i) * value;
             }
         }
@@ -188,7 +211,7 @@ unsafe fn weigh<S: Simd, E: Element, const R: usize>(
 }
 
 #[inline(always)]
-unsafe fn weigh_columns<S: Simd, E: Element, const R: usize, const N: usize>(
+unsafe fn weigh_columns<S: Simd, E: Stored, const R: usize, const N: usize>(
     w: &Work,
     row: usize,
     column: usize,
@@ -207,7 +230,7 @@ unsafe fn weigh_columns<S: Simd, E: Element, const R: usize, const N: usize>(
     }
     for i in 0..tile.len() {
         ahead.ask::<S>(num_lines);
-        let value = values.add(tile.offsets[i] + column);
+        let value = values.byte_add(tile.offsets[i]).add(column);
         let mut share = [S::splat(0.0); R];
         for r in 0..R {
             share[r] = S::splat(*scores.add(r * TILE + i));

@@ -3,14 +3,13 @@
 use std::sync::atomic::AtomicUsize;
 
 use super::{Stage, Units, WorkerScratch};
-use crate::attention::{Attend, AttentionOptions, Heads, KvFormat, Scratch, Unit};
+use crate::attention::{Attend, AttentionOptions, Heads, Scratch, Unit};
 use crate::builder::{Shape, Table, Value, VectorId};
 use crate::gemm;
 use crate::kernels::Kernels;
 use crate::kv::KvView;
 use crate::matrix::Matrix;
 use crate::memory::Rows;
-use crate::simd::{Bf16, Element};
 use crate::step::Step;
 
 /// Numbers of a unit of rows, at least: less is not worth sharing.
@@ -329,23 +328,16 @@ impl Running<'_> {
         if slot < 0 {
             return; // padding
         }
-        let size = self.kv.token_size();
         let (keys, values) = self.kv.layer(layer);
+        let at = slot as usize * self.kv.token_bytes();
         // SAFETY: the slot lies in the cache and is no other token's; the row is this worker's.
         unsafe {
             let from = self.at(qkv).row(row, heads.qkv_width());
-            let (key, value) = from[heads.num_heads * heads.head_dim..].split_at(size);
-            let at = slot as usize * size;
-            match self.kv.format {
-                KvFormat::F32 => {
-                    write::<f32>(key, keys.cast::<f32>().add(at));
-                    write::<f32>(value, values.cast::<f32>().add(at));
-                }
-                KvFormat::Bf16 => {
-                    write::<Bf16>(key, keys.cast::<Bf16>().add(at));
-                    write::<Bf16>(value, values.cast::<Bf16>().add(at));
-                }
-            }
+            let kv = &from[heads.num_heads * heads.head_dim..];
+            let (key, value) = kv.split_at(heads.num_kv_heads * heads.head_dim);
+            let store = self.kernels.store;
+            store(key, heads.head_dim, self.kv.format, keys.add(at));
+            store(value, heads.head_dim, self.kv.format, values.add(at));
         }
     }
 
@@ -384,14 +376,5 @@ impl Running<'_> {
             unsafe { (self.kernels.attend)(&attend, scratch) };
             units.finish();
         }
-    }
-}
-
-/// # Safety
-/// `to` has as many places, and nobody else uses them.
-unsafe fn write<E: Element>(from: &[f32], to: *mut E) {
-    for (place, &number) in from.iter().enumerate() {
-        // SAFETY: the caller's.
-        unsafe { to.add(place).write(E::of(number)) };
     }
 }

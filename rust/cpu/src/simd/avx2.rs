@@ -137,4 +137,17 @@ impl Simd for Avx2 {
         let high = _mm256_extracti128_si256::<1>(whole);
         _mm_storeu_si128(to.cast(), _mm_packs_epi32(low, high));
     }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, x: __m256) {
+        _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x));
+    }
+    #[inline(always)]
+    unsafe fn store_i8(to: *mut i8, x: __m256) {
+        let whole = _mm256_cvtps_epi32(x);
+        let low = _mm256_castsi256_si128(whole);
+        let high = _mm256_extracti128_si256::<1>(whole);
+        let pairs = _mm_packs_epi32(low, high);
+        _mm_storel_epi64(to.cast(), _mm_packs_epi16(pairs, pairs));
+    }
 }

@@ -142,4 +142,14 @@ impl Simd for Avx512 {
         let whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x));
         _mm256_storeu_si256(to.cast(), whole);
     }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, x: __m512) {
+        _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x));
+    }
+    #[inline(always)]
+    unsafe fn store_i8(to: *mut i8, x: __m512) {
+        let whole = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
+        _mm_storeu_si128(to.cast(), whole);
+    }
 }

@@ -68,6 +68,12 @@ pub(crate) trait Simd {
     /// `LANES` nearest whole numbers, ties to even; those beyond 16 bits are anything.
     unsafe fn store_i16(to: *mut i16, x: Self::V);
 
+    // What the KV cache needs.
+    /// The nearest float16, ties to even; infinite beyond 65,504.
+    unsafe fn store_f16(to: *mut u16, x: Self::V);
+    /// `LANES` nearest whole numbers, ties to even; those beyond 8 bits are anything.
+    unsafe fn store_i8(to: *mut i8, x: Self::V);
+
     /// `e` to the power of `x`, within 2 units in the last place; inputs are held within ±87.
     #[inline(always)]
     unsafe fn exp(x: Self::V) -> Self::V {
@@ -144,6 +150,62 @@ impl Element for Bf16 {
         }
         Bf16(((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
     }
+}
+
+/// A float16, as its bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct F16(pub(crate) u16);
+
+impl Element for F16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const F16) -> S::V {
+        S::load_f16(from.cast())
+    }
+    #[inline(always)]
+    fn get(self) -> f32 {
+        f16_to_f32(self.0)
+    }
+    #[inline(always)]
+    fn of(x: f32) -> F16 {
+        F16(f32_to_f16(x))
+    }
+}
+
+impl Element for i8 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const i8) -> S::V {
+        S::load_i8(from)
+    }
+    #[inline(always)]
+    fn get(self) -> f32 {
+        f32::from(self)
+    }
+    /// The nearest whole number, ties to even.
+    #[inline(always)]
+    fn of(x: f32) -> i8 {
+        x.round_ties_even() as i8
+    }
+}
+
+/// The nearest float16's bits, ties to even; infinite beyond 65,504. A NaN stays one.
+pub(crate) fn f32_to_f16(x: f32) -> u16 {
+    let sign = (x.to_bits() >> 16) as u16 & 0x8000;
+    let magnitude = x.abs();
+    let bits = magnitude.to_bits();
+    if x.is_nan() {
+        return sign | 0x7e00;
+    }
+    if bits >= 0x477f_f000 {
+        return sign | 0x7c00; // 65,520 and more
+    }
+    if bits < 0x3880_0000 {
+        // Below the smallest normal number: whole numbers of 2^−24, which adding 0.5 rounds to in its last places.
+        return sign | ((magnitude + 0.5).to_bits() - 0.5f32.to_bits()) as u16;
+    }
+    // 13 fewer places, rounded, and an exponent less by 112.
+    let rounded = bits + 0xfff + ((bits >> 13) & 1);
+    sign | ((rounded - (112 << 23)) >> 13) as u16
 }
 
 /// A float16's bits as a number: exact.

@@ -1,7 +1,7 @@
 //! Plain Rust: right on every CPU, and what the others are held against. The compiler makes of it what it can.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
 
-use super::{Bf16, Element, Simd, f16_to_f32};
+use super::{Bf16, Element, Simd, f16_to_f32, f32_to_f16};
 
 /// Eight lanes.
 pub(crate) struct Portable;
@@ -138,6 +138,16 @@ impl Simd for Portable {
     unsafe fn store_i16(to: *mut i16, x: V) {
         to.cast::<[i16; LANES]>()
             .write_unaligned(x.map(|x| x.round_ties_even() as i16));
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(to: *mut u16, x: V) {
+        to.cast::<[u16; LANES]>().write_unaligned(x.map(f32_to_f16));
+    }
+    #[inline(always)]
+    unsafe fn store_i8(to: *mut i8, x: V) {
+        to.cast::<[i8; LANES]>()
+            .write_unaligned(x.map(|x| x.round_ties_even() as i8));
     }
 }
 
