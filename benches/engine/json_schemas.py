@@ -142,6 +142,8 @@ async def ask(taken: list[Found], counts: dict[str, Counts], arguments: argparse
         params = SamplingParams(
             temperature=arguments.temperature,
             frequency_penalty=arguments.frequency_penalty,
+            presence_penalty=arguments.presence_penalty,
+            repetition_penalty=arguments.repetition_penalty,
             seed=seed,
             max_tokens=arguments.max_tokens,
             structured_outputs=StructuredOutputsParams(json=one.schema, disable_any_whitespace=True),
@@ -188,6 +190,8 @@ def main() -> None:
     parser.add_argument(
         "--frequency-penalty", type=float, default=0.3, help="what ends repetitions (default: 0.3)"
     )
+    parser.add_argument("--presence-penalty", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--output-json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     found = [one for folder in arguments.folders for one in schemas_in(folder)] + schemas_of_the_hub()

@@ -12,11 +12,13 @@ use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
 use crate::simd::{Bf16, Element, Simd};
-use crate::tile::{self, Product};
+use crate::tile::{self, Prefetch, Product};
 
 /// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
 /// each panel.
 const MAX_ROWS: usize = 512;
+/// Pairs of inputs between two looks at what is to be asked for.
+const PAIRS: usize = 32;
 /// The most columns of a panel.
 pub(crate) const MAX_WIDTH: usize = 48;
 
@@ -213,14 +215,12 @@ unsafe fn expand<S: Simd, K: Kind, const N: usize>(p: &Panel) {
 unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     let num_blocks = p.num_in / BLOCK;
-    let lines = p.num_bytes.div_ceil(64).div_ceil(num_blocks.max(1));
+    let mut prefetch = Prefetch::new(p.next, p.num_bytes, num_blocks);
     // A count that the compiler does not see: a block unrolled whole would not fit in registers.
     let num_bytes = (BLOCK / K::PER_BYTE).min(p.num_in);
     let mut sums = [[S::splat(0.0); N]; R];
     for block in 0..num_blocks {
-        for line in block * lines..(block + 1) * lines {
-            S::prefetch(p.next.wrapping_add(line * 64));
-        }
+        prefetch.step::<S>();
         let from = p.weights.add(block * K::BYTES * width);
         let mut heads = [Head {
             scale: S::splat(0.0),
@@ -262,20 +262,17 @@ unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
     const MAX_ROWS: usize = 6;
     let num_tiles = p.num_rows.div_ceil(MAX_ROWS);
     let num_pairs = p.num_in.div_ceil(2);
-    let lines = p.num_bytes.div_ceil(64).div_ceil(num_tiles.max(1));
+    let mut prefetch = Prefetch::new(p.next, p.num_bytes, num_tiles * num_pairs.div_ceil(PAIRS));
     let mut row = 0;
     for index in 0..num_tiles {
         let count = (p.num_rows - row).div_ceil(num_tiles - index);
-        for line in index * lines..(index + 1) * lines {
-            S::prefetch(p.next.wrapping_add(line * 64));
-        }
         match count {
-            1 => tile_of_pairs::<S, 1, N>(p, row, num_pairs),
-            2 => tile_of_pairs::<S, 2, N>(p, row, num_pairs),
-            3 => tile_of_pairs::<S, 3, N>(p, row, num_pairs),
-            4 => tile_of_pairs::<S, 4, N>(p, row, num_pairs),
-            5 => tile_of_pairs::<S, 5, N>(p, row, num_pairs),
-            _ => tile_of_pairs::<S, MAX_ROWS, N>(p, row, num_pairs),
+            1 => tile_of_pairs::<S, 1, N>(p, row, num_pairs, &mut prefetch),
+            2 => tile_of_pairs::<S, 2, N>(p, row, num_pairs, &mut prefetch),
+            3 => tile_of_pairs::<S, 3, N>(p, row, num_pairs, &mut prefetch),
+            4 => tile_of_pairs::<S, 4, N>(p, row, num_pairs, &mut prefetch),
+            5 => tile_of_pairs::<S, 5, N>(p, row, num_pairs, &mut prefetch),
+            _ => tile_of_pairs::<S, MAX_ROWS, N>(p, row, num_pairs, &mut prefetch),
         }
         row += count;
     }
@@ -286,22 +283,29 @@ unsafe fn tile_of_pairs<S: Simd, const R: usize, const N: usize>(
     p: &Panel,
     row: usize,
     num_pairs: usize,
+    prefetch: &mut Prefetch,
 ) {
     let width = N * S::LANES;
     let x = p.x.add(row * p.x_stride);
     let mut sums = [[S::zero_i32(); N]; R];
-    for pair in 0..num_pairs {
-        let mut w = [S::zero_i32(); N];
-        for n in 0..N {
-            w[n] = S::widen_i8(p.weights.add(2 * (pair * width + n * S::LANES)).cast());
-        }
-        for r in 0..R {
-            let numbers = x.add(r * p.x_stride + 1).cast::<i16>();
-            let a = S::splat_pair(numbers.add(2 * pair));
+    let mut done = 0;
+    while done < num_pairs {
+        prefetch.step::<S>();
+        let end = num_pairs.min(done + PAIRS);
+        for pair in done..end {
+            let mut w = [S::zero_i32(); N];
             for n in 0..N {
-                sums[r][n] = S::dot_pairs(sums[r][n], a, w[n]);
+                w[n] = S::widen_i8(p.weights.add(2 * (pair * width + n * S::LANES)).cast());
+            }
+            for r in 0..R {
+                let numbers = x.add(r * p.x_stride + 1).cast::<i16>();
+                let a = S::splat_pair(numbers.add(2 * pair));
+                for n in 0..N {
+                    sums[r][n] = S::dot_pairs(sums[r][n], a, w[n]);
+                }
             }
         }
+        done = end;
     }
     let scales = p.weights.add(2 * num_pairs * width).cast::<f32>();
     let mut beside = [0.0f32; MAX_WIDTH];

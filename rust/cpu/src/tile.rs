@@ -11,8 +11,48 @@ use crate::simd::{Element, Simd};
 
 /// Inputs between two looks at what is to be prefetched.
 const CHUNK: usize = 32;
+/// Places from which what is needed next is asked for side by side: memory answers several streams faster than one.
+const STREAMS: usize = 4;
 /// The most rows of a tile: with two registers a row, 12 of AVX2's 16 hold sums.
 const MAX_ROWS: usize = 6;
+
+/// What is needed next, asked for in even steps beside the work on what is there.
+#[derive(Clone, Copy)]
+pub(crate) struct Prefetch {
+    next: *const u8,
+    /// Of each stream, in lines.
+    stream: usize,
+    asked: usize,
+    /// Of each stream in a step.
+    lines: usize,
+}
+
+impl Prefetch {
+    /// `num_bytes` at `next`, in so many steps.
+    #[inline(always)]
+    pub(crate) fn new(next: *const u8, num_bytes: usize, num_steps: usize) -> Prefetch {
+        let stream = num_bytes.div_ceil(64 * STREAMS);
+        let lines = stream.div_ceil(num_steps.max(1));
+        Prefetch {
+            next,
+            stream,
+            asked: 0,
+            lines,
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) unsafe fn step<S: Simd>(&mut self) {
+        let end = self.stream.min(self.asked + self.lines);
+        while self.asked < end {
+            for stream in 0..STREAMS {
+                let line = stream * self.stream + self.asked;
+                S::prefetch(self.next.wrapping_add(line * 64));
+            }
+            self.asked += 1;
+        }
+    }
+}
 
 /// `out[r][c] (+)= Σ x[r][p] · w[p][c]`.
 pub(crate) struct Product<E> {
@@ -27,7 +67,7 @@ pub(crate) struct Product<E> {
     pub(crate) out_stride: usize,
     /// Whether what `out` holds is added to.
     pub(crate) adds: bool,
-    /// What is needed next, spread evenly over the work.
+    /// What is needed next.
     pub(crate) next: *const u8,
     pub(crate) next_bytes: usize,
 }
@@ -42,7 +82,7 @@ impl<E> Copy for Product<E> {}
 #[inline(always)]
 unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize, const TURNED: bool>(
     t: Product<E>,
-    lines: usize,
+    prefetch: &mut Prefetch,
 ) {
     let mut sums = [[S::splat(0.0); N]; R];
     if t.adds {
@@ -52,14 +92,10 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize, const TURNED
             }
         }
     }
-    let mut ahead = t.next;
     let mut done = 0;
     while done < t.num_in {
         let end = t.num_in.min(done + CHUNK);
-        for _ in 0..lines {
-            S::prefetch(ahead);
-            ahead = ahead.wrapping_add(64);
-        }
+        prefetch.step::<S>();
         for p in done..end {
             let mut w = [S::splat(0.0); N];
             for n in 0..N {
@@ -94,11 +130,7 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize, const TURNED: boo
 ) {
     let num_tiles = num_rows.div_ceil(MAX_ROWS);
     let num_chunks = t.num_in.div_ceil(CHUNK);
-    // Lines of `next` for each chunk of each tile.
-    let lines = t
-        .next_bytes
-        .div_ceil(64)
-        .div_ceil((num_tiles * num_chunks).max(1));
+    let mut prefetch = Prefetch::new(t.next, t.next_bytes, num_tiles * num_chunks);
     let mut row = 0;
     for index in 0..num_tiles {
         // Even tiles: 8 rows are 4 and 4, for a tile of 2 would wait for its own sums.
@@ -106,16 +138,15 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize, const TURNED: boo
         let part = Product {
             x: t.x.add(if TURNED { row } else { row * t.x_stride }),
             out: t.out.add(row * t.out_stride),
-            next: t.next.wrapping_add(index * num_chunks * lines * 64),
             ..t
         };
         match count {
-            1 => tile::<S, E, 1, N, TURNED>(part, lines),
-            2 => tile::<S, E, 2, N, TURNED>(part, lines),
-            3 => tile::<S, E, 3, N, TURNED>(part, lines),
-            4 => tile::<S, E, 4, N, TURNED>(part, lines),
-            5 => tile::<S, E, 5, N, TURNED>(part, lines),
-            _ => tile::<S, E, MAX_ROWS, N, TURNED>(part, lines),
+            1 => tile::<S, E, 1, N, TURNED>(part, &mut prefetch),
+            2 => tile::<S, E, 2, N, TURNED>(part, &mut prefetch),
+            3 => tile::<S, E, 3, N, TURNED>(part, &mut prefetch),
+            4 => tile::<S, E, 4, N, TURNED>(part, &mut prefetch),
+            5 => tile::<S, E, 5, N, TURNED>(part, &mut prefetch),
+            _ => tile::<S, E, MAX_ROWS, N, TURNED>(part, &mut prefetch),
         }
         row += count;
     }
