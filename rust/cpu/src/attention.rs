@@ -11,6 +11,7 @@
     reason = "kernels: their one contract is that the step was checked against the sizes of cache and buffers"
 )]
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::kernels::Kernels;
@@ -84,6 +85,20 @@ pub(crate) struct Unit {
     pub(crate) num_kv_heads: usize,
     /// Where it is one of several ranges of the same queries.
     pub(crate) part: Option<Part>,
+}
+
+impl Unit {
+    /// The keys that any of its queries sees; there may be none.
+    fn keys(&self, options: AttentionOptions) -> Range<usize> {
+        let last = self.position + self.num_queries; // one beyond what the last query sees
+        let from = match options.window {
+            Some(window) => self
+                .keys_from
+                .max((self.position + 1).saturating_sub(window)),
+            None => self.keys_from,
+        };
+        from..self.keys_to.min(last)
+    }
 }
 
 /// One of several ranges of keys of one row.
@@ -162,6 +177,10 @@ pub(crate) struct Attend<'a> {
     /// Of the same instruction set.
     pub(crate) kernels: &'static Kernels,
     pub(crate) unit: Unit,
+    /// The row's blocks.
+    pub(crate) table: &'a [i32],
+    /// The unit that this worker does next, and its row's blocks.
+    pub(crate) next: Option<(Unit, &'a [i32])>,
     pub(crate) heads: Heads,
     pub(crate) options: AttentionOptions,
     /// Fused rows.
@@ -172,8 +191,6 @@ pub(crate) struct Attend<'a> {
     pub(crate) values: *const u8,
     pub(crate) format: KvFormat,
     pub(crate) block_size: usize,
-    /// The row's blocks.
-    pub(crate) table: &'a [i32],
     /// `[num_parts · num_kv_heads]` rows of `group · (head_dim + 2)` numbers.
     pub(crate) parts: Rows,
     /// `[num cut rows · num_kv_heads]`: parts that are done.
@@ -273,19 +290,16 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
     for index in 0..a.unit.num_kv_heads {
         Work::of(a, scratch, index).begin(a);
     }
-    let last = a.unit.position + a.unit.num_queries; // one beyond what the last query sees
-    let to = a.unit.keys_to.min(last);
-    let from = match a.options.window {
-        Some(window) => a
-            .unit
-            .keys_from
-            .max((a.unit.position + 1).saturating_sub(window)),
-        None => a.unit.keys_from,
-    };
-    let mut tile = Tile::at(a, from, to);
-    while tile.from < to {
-        let next = Tile::at(a, tile.to, to);
-        let mut ahead = Ahead::new(a, &next);
+    let keys = a.unit.keys(a.options);
+    let mut tile = Tile::at(a, a.table, keys.clone());
+    while tile.len() > 0 {
+        let next = Tile::at(a, a.table, tile.to..keys.end);
+        let mut ahead = match a.next {
+            Some((unit, table)) if next.len() == 0 => {
+                Ahead::new(a, &unit, Tile::at(a, table, unit.keys(a.options)))
+            }
+            _ => Ahead::new(a, &a.unit, next),
+        };
         for index in 0..a.unit.num_kv_heads {
             let w = Work::of(a, scratch, index);
             if a.unit.num_queries == 1 {
@@ -302,6 +316,7 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
 }
 
 /// Keys that are attended together.
+#[derive(Clone, Copy)]
 struct Tile {
     from: usize,
     to: usize,
@@ -310,9 +325,10 @@ struct Tile {
 }
 
 impl Tile {
-    /// The tile that begins with a key; there may be none before `to`.
+    /// The first tile of some keys, which may be none.
     #[inline(always)]
-    fn at(a: &Attend<'_>, from: usize, to: usize) -> Tile {
+    fn at(a: &Attend<'_>, table: &[i32], keys: Range<usize>) -> Tile {
+        let (from, to) = (keys.start, keys.end);
         let to = to.min((from / TILE + 1) * TILE).max(from);
         let mut tile = Tile {
             from,
@@ -324,7 +340,7 @@ impl Tile {
         while key < to {
             let offset = key % a.block_size;
             let count = (a.block_size - offset).min(to - key);
-            let slot = a.table[key / a.block_size] as usize * a.block_size + offset;
+            let slot = table[key / a.block_size] as usize * a.block_size + offset;
             for i in 0..count {
                 tile.offsets[key - from + i] = (slot + i) * token_bytes;
             }
@@ -338,10 +354,10 @@ impl Tile {
     }
 }
 
-/// What is asked of memory while a tile is computed: the next tile's K and V, whole tokens in order, a little at a time and
-/// evenly, for memory is the bottleneck and must never wait for the next question.
-struct Ahead<'a> {
-    tile: &'a Tile,
+/// What is asked of memory while a tile is computed: the next tile's K and V, or those of the next unit's first tile, whole
+/// tokens in order, a little at a time and evenly, for memory is the bottleneck and must never wait for the next question.
+struct Ahead {
+    tile: Tile,
     keys: *const u8,
     values: *const u8,
     /// Lines of a token, in K or in V.
@@ -350,16 +366,17 @@ struct Ahead<'a> {
     line: usize,
 }
 
-impl Ahead<'_> {
+impl Ahead {
+    /// A tile of a unit.
     #[inline(always)]
-    fn new<'a>(a: &Attend<'_>, tile: &'a Tile) -> Ahead<'a> {
+    fn new(a: &Attend<'_>, unit: &Unit, tile: Tile) -> Ahead {
         let head_bytes = a.format.head_bytes(a.heads.head_dim);
-        let first = a.unit.kv_head * head_bytes;
+        let first = unit.kv_head * head_bytes;
         Ahead {
             tile,
             keys: a.keys.wrapping_add(first),
             values: a.values.wrapping_add(first),
-            num_lines: (a.unit.num_kv_heads * head_bytes).div_ceil(64),
+            num_lines: (unit.num_kv_heads * head_bytes).div_ceil(64),
             key: 0,
             line: 0,
         }

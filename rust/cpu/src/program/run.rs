@@ -353,13 +353,15 @@ impl Running<'_> {
         scratch: &mut Scratch,
     ) {
         let (keys, values) = self.kv.layer(layer);
-        loop {
-            let Some(&unit) = self.attention_units.get(units.take()) else {
-                return;
-            };
+        let mut index = units.take();
+        while let Some(&unit) = self.attention_units.get(index) {
+            index = units.take();
+            let next = self.attention_units.get(index);
             let attend = Attend {
                 kernels: self.kernels,
                 unit,
+                table: self.step.table(unit.seat),
+                next: next.map(|&next| (next, self.step.table(next.seat))),
                 heads,
                 options,
                 qkv: self.at(qkv),
@@ -368,7 +370,6 @@ impl Running<'_> {
                 values,
                 format: self.kv.format,
                 block_size: self.kv.block_size,
-                table: self.step.table(unit.seat),
                 parts: self.parts,
                 num_done: self.num_done,
             };
