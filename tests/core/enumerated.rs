@@ -254,9 +254,9 @@ fn a_stop_found_late_at_any_point_ends_its_request_where_its_text_ends() {
         let (calm, late) = scenario.watch(|world| {
             let accounts = world.ledger.accounts.values();
             accounts
-                .map(|account| match account.is_live() {
-                    true => account.num_output.checked_sub(2).filter(|&num| num > 0),
-                    false => None,
+                .map(|account| {
+                    let num_output = account.num_output.checked_sub(2);
+                    num_output.filter(|&num| num > 0 && account.is_live())
                 })
                 .collect::<Vec<_>>()
         });

@@ -217,14 +217,13 @@ impl Scheduler {
             let Some(sequence) = sequences.get_mut(row.handle) else {
                 break;
             };
-            if !sequence.is_quiet(id) {
-                if !sequence.is_quiet_at_edge(id) {
-                    break;
-                }
-                *event = append_at_edge(&mut self.kv, &self.hasher, sequence, row, id);
+            *event = if sequence.is_quiet(id) {
+                append(sequence, row, id)
+            } else if sequence.is_quiet_at_edge(id) {
+                append_at_edge(&mut self.kv, &self.hasher, sequence, row, id)
             } else {
-                *event = append(sequence, row, id);
-            }
+                break;
+            };
             if CHARGES {
                 charges.add::<NOTES>(sequence.standing.account, weight);
             }
