@@ -320,7 +320,7 @@ fn poisoned(
     num_seats: u32,
 ) -> World {
     let config = Config {
-        num_blocks: 200,
+        num_blocks: 60,
         block_size: 2,
         max_num_seqs: num_seats,
         max_num_batched_tokens: 200,
