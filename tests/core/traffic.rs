@@ -421,13 +421,13 @@ pub(crate) fn play(config: &Config, verbs: &[Verb]) -> World {
     world
 }
 
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    text.parse().ok()
+}
+
 /// `PROPTEST_CASES` makes it longer, `NORIA_TEST_SEED` another.
 pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::Value)) {
-    let number = |name: &str| {
-        std::env::var(name)
-            .ok()
-            .and_then(|text| text.parse::<u64>().ok())
-    };
     let num_cases = number("PROPTEST_CASES").map_or(num_cases, |cases| cases as u32);
     let seed = number("NORIA_TEST_SEED").unwrap_or(0);
     check_from(seed, num_cases, strategy, test);
@@ -435,7 +435,7 @@ pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::
 
 /// The same cases for the same seed.
 pub(crate) fn check_from<S: Strategy>(
-    number: u64,
+    from: u64,
     num_cases: u32,
     strategy: &S,
     test: impl Fn(S::Value),
@@ -443,11 +443,11 @@ pub(crate) fn check_from<S: Strategy>(
     let config = ProptestConfig {
         cases: num_cases,
         failure_persistence: None,
-        max_shrink_iters: 20_000,
+        max_shrink_iters: number("PROPTEST_MAX_SHRINK_ITERS").map_or(20_000, |num| num as u32),
         ..ProptestConfig::default()
     };
     let mut seed = [7; 16];
-    seed[..8].copy_from_slice(&number.to_le_bytes());
+    seed[..8].copy_from_slice(&from.to_le_bytes());
     let mut runner =
         TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::XorShift, &seed));
     let result = runner.run(strategy, |value| {
