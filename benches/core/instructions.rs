@@ -39,8 +39,6 @@ const POLICIES: [(&str, KeyPolicy); 6] = [
     ("prefix", KeyPolicy::Prefix),
     ("fair", KeyPolicy::Fair),
 ];
-/// Under the fair policy each output token is charged to its account beside.
-const MAX_PER_ROW_FAIR: f64 = 260.0;
 
 /// Each verb in a function of its own, which callgrind knows by its name.
 struct Counted;
@@ -175,12 +173,7 @@ fn report_policies(policies: &[(&str, KeyPolicy)]) -> bool {
         let [submit, plan, commit] = counts.map(|count| f64::from(count) / f64::from(num_rows));
         let per_row = submit + plan + commit;
         println!("{name:>8} {submit:8.1} {plan:8.1} {commit:8.1} {per_row:8.1}");
-        is_within &= per_row
-            <= if name == "fair" {
-                MAX_PER_ROW_FAIR
-            } else {
-                MAX_PER_ROW
-            };
+        is_within &= per_row <= MAX_PER_ROW;
     }
     is_within
 }

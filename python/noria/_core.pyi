@@ -276,14 +276,36 @@ class Core:
     def unpark(self, handle: int, now_us: int) -> bool: ...
     def expire(self, handle: int, now_us: int) -> bool: ...
     def reset_prefix_cache(self, now_us: int) -> int:
-        """Forgets every cached block that no request holds, and hides the held ones; blocks freed."""
+        """Forgets every cached block that nobody holds, and hides the held and pinned ones; blocks freed."""
     def resize(self, num_blocks: int, now_us: int) -> None:
         """Gives the pool another size. Cached blocks beyond it are forgotten, held ones moved by plans.
 
         Raises:
-            noria.errors.ConfigError: out of range, less than an accepted request may need, or batches
-                are static.
+            noria.errors.ConfigError: out of range, less than an accepted request and pins may need, a block
+                beyond is pinned, or batches are static.
         """
+    def pin(
+        self,
+        now_us: int,
+        token_ids: npt.NDArray[np.int32],
+        *,
+        cache_salt: bytes | None = None,
+        adapter: int = 0,
+    ) -> tuple[int, npt.NDArray[np.int32]]:
+        """Pins the leading full blocks of `token_ids`, as far as the prefix cache holds them: the pin, and
+        its blocks in order of position (`[num_blocks]`, at least one).
+
+        They count as held, and are neither evicted nor moved until `unpin`. What a step in flight still fills
+        is not pinned yet. Requests that would not fit beside what is pinned are rejected.
+
+        Raises:
+            noria.errors.PinError: no block is found, or the watermark and accepted requests leave too few.
+        """
+    def unpin(self, pin: int, now_us: int) -> bool:
+        """Gives up a pin; what nobody else holds is cached again. False if there is no such pin."""
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Distinct blocks that are pinned."""
     @property
     def is_shrinking(self) -> bool:
         """Whether a block beyond the new size is still in use. The steps in flight when this turns false

@@ -50,7 +50,7 @@ class MaxTokensError(RejectedError):
 
 
 class NeverFitsError(RejectedError):
-    """The request would need more KV blocks than the whole pool has."""
+    """The request would need more KV blocks than the whole pool has, less those that are pinned."""
 
 
 class QueueFullError(RejectedError):
@@ -71,6 +71,20 @@ class BodyError(RejectedError):
     def __init__(self, message: str, *, param: str, value: object) -> None:
         super().__init__(message, value=value)
         self.param = param
+
+
+class PinError(NoriaError, ValueError):
+    """Nothing was pinned: the prefix cache does not hold it, or the pool cannot spare it.
+
+    Attributes:
+        value: the blocks that would be pinned in all.
+        limit: how many may be; 1, where none could be found.
+    """
+
+    def __init__(self, message: str, *, value: int, limit: int) -> None:
+        super().__init__(message)
+        self.value = value
+        self.limit = limit
 
 
 class CommitError(NoriaError):

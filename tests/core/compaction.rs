@@ -276,3 +276,80 @@ fn forced_moves_take_held_blocks_that_cannot_be_found() {
     world.drain();
     assert!(world.seen().moves >= 8, "{:?}", world.seen());
 }
+
+#[test]
+fn a_pool_has_at_least_a_block_beside_its_watermark_and_at_most_what_can_be_numbered() {
+    let config = Config {
+        num_blocks: 10,
+        watermark_blocks: 3,
+        max_num_seqs: 1,
+        max_num_batched_tokens: 1,
+        max_model_len: 2,
+        enable_prefix_caching: false,
+        ..Config::default()
+    };
+    let mut core = noria_core::Scheduler::new(config).expect("the configuration is good");
+    let Err(ResizeError::NumBlocks {
+        value: 3,
+        low,
+        high,
+    }) = core.resize(3, 0)
+    else {
+        panic!("three are too few");
+    };
+    assert_eq!(low, 4);
+    core.resize(low, 1).expect("the least will do");
+    assert_eq!(
+        core.resize(high + 1, 3),
+        Err(ResizeError::NumBlocks {
+            value: high + 1,
+            low,
+            high
+        })
+    );
+    assert_eq!(core.kv().pool().num_free(), low);
+    core.check();
+}
+
+#[test]
+fn a_block_within_a_smaller_pool_is_not_moved() {
+    let config = Config {
+        num_blocks: 12,
+        ..config()
+    };
+    let mut world = World::new(&config);
+    // Blocks 1 to 5, and room for its output in the sixth.
+    world.submit(&Ask::sized(1, 10, 3));
+    world.turn();
+    assert_eq!(world.core.kv().table(Seat(0)).len(), 6);
+    world.resize(6).expect("it fits");
+    assert!(!world.core.is_shrinking(), "nothing lies beyond");
+    world.drain();
+    assert_eq!(world.seen().moves, 0);
+}
+
+#[test]
+fn nothing_moves_without_need_in_contiguous_mode() {
+    let config = Config {
+        contiguous: true,
+        enable_prefix_caching: false,
+        num_blocks: 64,
+        ..config()
+    };
+    let mut world = World::new(&config);
+    for (seed, num_output) in [(1, 3), (2, 9), (3, 5)] {
+        world.submit(&Ask::sized(seed, 6, num_output));
+    }
+    world.drain();
+    assert_eq!(
+        world.seen().moves,
+        0,
+        "one that ends leaves a gap, which hurts nobody"
+    );
+    let num_misses: i64 = world
+        .core
+        .records()
+        .map(|record| record.num_run_misses)
+        .sum();
+    assert_eq!(num_misses, 0);
+}

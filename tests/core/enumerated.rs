@@ -134,6 +134,19 @@ impl Scenario {
         world.drain();
         (world, point)
     }
+
+    /// What there is at each point where nothing is injected.
+    fn watch<T>(&self, look: impl Fn(&World) -> T) -> (World, Vec<T>) {
+        let mut seen = Vec::new();
+        let (world, _) = self.drive(&mut |world, _| seen.push(look(world)));
+        (world, seen)
+    }
+}
+
+/// A request, in the order in which they were submitted.
+fn nth(world: &World, which: usize) -> u64 {
+    let handles = &world.ledger.accounts;
+    *handles.keys().nth(which).expect("all are submitted")
 }
 
 fn ends(world: &World) -> Vec<Option<(FinishReason, u32)>> {
@@ -149,13 +162,13 @@ fn ends(world: &World) -> Vec<Option<(FinishReason, u32)>> {
 fn a_failure_at_any_point_changes_no_tokens() {
     let mut num_late = 0;
     for (name, scenario) in scenarios() {
-        let (calm, num_points) = scenario.drive(&mut |_, _| {});
+        let (calm, num_queued) = scenario.watch(|world| world.runner.queue.len());
         let mut num_failures = 0;
-        for at in 0..num_points {
-            for num_before in 0..scenario.config.depth as usize {
+        for (at, &num_queued) in num_queued.iter().enumerate() {
+            for num_before in 0..num_queued {
                 for breakage in [Breakage::Untouched, Breakage::Garbage, Breakage::Whole] {
                     let (world, _) = scenario.drive(&mut |world, point| {
-                        if point == at && world.runner.queue.len() > num_before {
+                        if point == at {
                             num_late += usize::from(num_before > 0);
                             world.fail(num_before, breakage);
                             world.poke_discarded();
@@ -185,8 +198,9 @@ fn a_second_failure_at_any_point_behind_the_first_changes_no_tokens_but_of_one_t
         .into_iter()
         .filter(|(name, _)| ["tight", "padded"].contains(name))
     {
-        let (calm, num_points) = scenario.drive(&mut |_, _| {});
-        for first in 0..num_points {
+        let (calm, num_queued) = scenario.watch(|world| world.runner.queue.len());
+        let points = num_queued.iter().enumerate();
+        for (first, _) in points.filter(|&(_, &num_queued)| num_queued > 0) {
             for second in first + 1..first + 12 {
                 let (world, _) = scenario.drive(&mut |world, point| {
                     if (point == first || point == second) && !world.runner.queue.is_empty() {
@@ -208,25 +222,19 @@ fn a_second_failure_at_any_point_behind_the_first_changes_no_tokens_but_of_one_t
 fn an_abort_at_any_point_changes_no_other_tokens() {
     let mut num_aborted = 0;
     for (name, scenario) in scenarios() {
-        let (calm, num_points) = scenario.drive(&mut |_, _| {});
-        for at in 0..num_points {
-            for which in 0..scenario.asks.len() {
-                let mut target = None;
+        let (calm, ended) = scenario.watch(ends);
+        for (at, ended) in ended.iter().enumerate() {
+            for which in (0..scenario.asks.len()).filter(|&which| ended[which].is_none()) {
                 let (world, _) = scenario.drive(&mut |world, point| {
-                    let handle = *world
-                        .ledger
-                        .accounts
-                        .keys()
-                        .nth(which)
-                        .expect("all are submitted");
-                    if point == at && world.abort(handle) {
+                    if point == at {
+                        let handle = nth(world, which);
+                        assert!(world.abort(handle));
                         assert!(!world.abort(handle), "it has ended");
                         num_aborted += 1;
-                        target = Some(which);
                     }
                 });
                 for (i, (end, calm)) in ends(&world).into_iter().zip(ends(&calm)).enumerate() {
-                    if Some(i) == target {
+                    if i == which {
                         assert!(matches!(end, Some((FinishReason::Abort, _))));
                     } else {
                         assert_eq!(end, calm, "{name}: {at}, {which}");
@@ -242,25 +250,28 @@ fn an_abort_at_any_point_changes_no_other_tokens() {
 fn a_stop_found_late_at_any_point_ends_its_request_where_its_text_ends() {
     let mut num_late = 0;
     for (name, scenario) in scenarios() {
-        let (calm, num_points) = scenario.drive(&mut |_, _| {});
-        for at in 0..num_points {
-            for which in 0..scenario.asks.len() {
+        // Whose text ended two tokens ago, and where.
+        let (calm, late) = scenario.watch(|world| {
+            let accounts = world.ledger.accounts.values();
+            accounts
+                .map(|account| {
+                    let num_output = account.num_output.checked_sub(2);
+                    num_output.filter(|&num| num > 0 && account.is_live())
+                })
+                .collect::<Vec<_>>()
+        });
+        for (at, late) in late.iter().enumerate() {
+            for (which, num_output) in late.iter().enumerate() {
+                let Some(num_output) = *num_output else {
+                    continue;
+                };
                 let mut expected = ends(&calm);
+                expected[which] = Some((FinishReason::Stop, num_output));
                 let (world, _) = scenario.drive(&mut |world, point| {
-                    let (&handle, account) = world
-                        .ledger
-                        .accounts
-                        .iter()
-                        .nth(which)
-                        .expect("all are submitted");
-                    let num_output = account.num_output;
-                    // Its text ended two tokens ago.
-                    if point == at
-                        && num_output > 2
-                        && world.finish(handle, num_output - 2, FinishReason::Stop)
-                    {
+                    if point == at {
+                        let handle = nth(world, which);
+                        assert!(world.finish(handle, num_output, FinishReason::Stop));
                         num_late += 1;
-                        expected[which] = Some((FinishReason::Stop, num_output - 2));
                     }
                 });
                 assert_eq!(ends(&world), expected, "{name}: {at}, {which}");
@@ -268,6 +279,37 @@ fn a_stop_found_late_at_any_point_ends_its_request_where_its_text_ends() {
         }
     }
     assert!(num_late > 200, "{num_late}");
+}
+
+#[test]
+fn a_pin_at_any_point_changes_no_tokens() {
+    let mut num_pins = 0;
+    for (name, scenario) in scenarios() {
+        let (calm, num_cached) = scenario.watch(|world| world.core.kv().cache().num_registered());
+        let points = num_cached.iter().enumerate();
+        for (at, _) in points.filter(|&(_, &num_cached)| num_cached > 0) {
+            for num_points_pinned in [3, usize::MAX] {
+                let (mut world, _) = scenario.drive(&mut |world, point| {
+                    if point == at && world.pin(nth(world, 0), 6).is_ok() {
+                        num_pins += 1;
+                    }
+                    if point >= at && point - at == num_points_pinned {
+                        unpin_all(world);
+                    }
+                });
+                assert_eq!(ends(&world), ends(&calm), "{name}: {at}");
+                unpin_all(&mut world);
+                assert_eq!(world.core.num_held_blocks(), 0, "{name}: {at}");
+            }
+        }
+    }
+    assert!(num_pins > 500, "{num_pins}");
+}
+
+fn unpin_all(world: &mut World) {
+    while let Some(&pin) = world.pins.keys().next() {
+        assert!(world.unpin(pin));
+    }
 }
 
 fn poisoned(
@@ -278,7 +320,7 @@ fn poisoned(
     num_seats: u32,
 ) -> World {
     let config = Config {
-        num_blocks: 200,
+        num_blocks: 60,
         block_size: 2,
         max_num_seqs: num_seats,
         max_num_batched_tokens: 200,

@@ -1,7 +1,7 @@
 //! A second core, written to be read: continuous batching without drafts or failures, every question answered by a scan.
 //! Blocks are contents, the cache is a search, keys are sorted anew. It shares no code with the first.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use noria_core::{Config, FinishReason, KeyPolicy, MAX_PAUSED_STEPS, Share};
 
@@ -34,6 +34,8 @@ pub(crate) enum Told {
 struct Block {
     num_holders: u32,
     content: Option<Content>,
+    /// The step that fills it with what was known when it was planned.
+    filled_by: u64,
 }
 
 #[derive(Debug)]
@@ -135,6 +137,9 @@ pub(crate) struct Naive {
     steps: Vec<Vec<(u64, u32, u32, bool)>>,
     /// Host blocks that a step copies back: the step, how many.
     pinned: Vec<(u64, u32)>,
+    /// By pin, in order of position.
+    pins: BTreeMap<u64, Vec<usize>>,
+    is_planning: bool,
     next_arrival: u64,
     next_step: u64,
     tenants: BTreeMap<u64, line::Tenant>,
@@ -157,6 +162,7 @@ impl Naive {
             .map(|_| Block {
                 num_holders: 0,
                 content: None,
+                filled_by: 0,
             })
             .collect();
         Self {
@@ -166,6 +172,8 @@ impl Naive {
             sequences: BTreeMap::new(),
             steps: Vec::new(),
             pinned: Vec::new(),
+            pins: BTreeMap::new(),
+            is_planning: false,
             next_arrival: 0,
             next_step: 1,
             tenants: BTreeMap::new(),
@@ -252,6 +260,43 @@ impl Naive {
         for block in &mut self.blocks {
             block.content = None;
         }
+    }
+
+    /// Pins up to `num_wanted` of the blocks that `tokens` begin with, as far as no step in flight fills them; how many.
+    pub(crate) fn pin(
+        &mut self,
+        pin: u64,
+        domain: (u128, u64),
+        tokens: &[i32],
+        num_wanted: usize,
+    ) -> usize {
+        let num_committed = self.num_committed();
+        let ends =
+            (1..=tokens.len()).filter(|end| end.is_multiple_of(self.config.block_size as usize));
+        let mut blocks: Vec<usize> = ends
+            .map_while(|end| self.find(&(domain, tokens[..end].to_vec())))
+            .take_while(|&at| self.blocks[at].filled_by <= num_committed)
+            .collect();
+        let num_found = blocks.len();
+        blocks.truncate(num_wanted);
+        for &at in &blocks {
+            self.cached.retain(|&cached| cached != at);
+            self.blocks[at].num_holders += 1;
+        }
+        self.pins.insert(pin, blocks);
+        num_found
+    }
+
+    pub(crate) fn unpin(&mut self, pin: u64) {
+        for at in self.pins.remove(&pin).into_iter().flatten().rev() {
+            self.drop_holder(at);
+        }
+    }
+
+    /// Blocks that are not pinned.
+    fn num_unpinned(&self) -> u32 {
+        let pinned: BTreeSet<usize> = self.pins.values().flatten().copied().collect();
+        self.config.num_blocks - pinned.len() as u32
     }
 
     /// Free, cached and held blocks.
@@ -415,6 +460,7 @@ impl Naive {
         self.blocks[at] = Block {
             num_holders: 1,
             content: None,
+            filled_by: 0,
         };
         self.sequence_mut(handle).table.push(Some(at));
     }
@@ -443,7 +489,9 @@ impl Naive {
             if self.find(&content).is_none()
                 && let Some(at) = at
             {
+                let filled_by = if self.is_planning { self.next_step } else { 0 };
                 self.blocks[at].content = Some(content);
+                self.blocks[at].filled_by = filled_by;
             }
             self.sequence_mut(handle).offered += 1;
         }
@@ -497,6 +545,13 @@ impl Naive {
 
     /// The next step's rows and what else the plan did; no rows where there is no step.
     pub(crate) fn plan(&mut self, now_us: u64) -> (Vec<Row>, Vec<Told>) {
+        self.is_planning = true;
+        let planned = self.decide(now_us);
+        self.is_planning = false;
+        planned
+    }
+
+    fn decide(&mut self, now_us: u64) -> (Vec<Row>, Vec<Told>) {
         self.plan = Plan {
             left: self.config.max_num_batched_tokens,
             ..Plan::default()

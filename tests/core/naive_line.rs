@@ -508,7 +508,7 @@ impl Naive {
             && is_spaced
             && spacing.is_some()
             && peak * 4 > num_blocks
-            && running + waiting > num_blocks
+            && running + waiting > self.num_unpinned()
         {
             return Outlook::Later;
         }
@@ -530,12 +530,15 @@ impl Naive {
             .iter()
             .map(|member| self.limit_blocks(member.handle));
         let num_limit = limits.sum::<u32>() + self.limit_blocks(handle);
-        if self.config.window > 0 && num_limit <= self.highest_peak(handle) {
+        // What is pinned is nobody's, of any band.
+        let num_pinned = self.config.num_blocks - self.num_unpinned();
+        let highest = self.highest_peak(handle).saturating_sub(num_pinned);
+        if self.config.window > 0 && num_limit <= highest {
             return true;
         }
         members.push(self.newcomer(handle, hits));
         let num_held = members.iter().map(|member| member.num_own).sum();
-        self.peak(&members, num_held) <= self.highest_peak(handle)
+        self.peak(&members, num_held) <= highest
     }
 
     fn highest_peak(&self, handle: u64) -> u32 {
@@ -554,7 +557,7 @@ impl Naive {
         let life = u64::from(self.predicted(handle, num_output) - num_output);
         let num_tokens = u64::from(sequence.num_tokens());
         let average = num_tokens + life / 2;
-        let num_places = u64::from(self.config.num_blocks * self.config.block_size);
+        let num_places = u64::from(self.num_unpinned() * self.config.block_size);
         (3 * average < 2 * (num_tokens + life))
             .then(|| 64 * 11 * life * average / (10 * num_places))
     }

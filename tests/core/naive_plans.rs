@@ -1,12 +1,13 @@
 //! The core's plans are the naive core's, row by row, on random traffic.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 
-use noria_core::{Config, EventKind, FinishReason, flags};
+use noria_core::{Config, EventKind, FinishReason, PinId, flags};
 use proptest::prelude::*;
 
 use crate::naive::{Naive, Row, Told};
-use crate::support::{Seen, World};
+use crate::support::{Pinned, Seen, World};
 use crate::traffic::{Scope, Verb, apply, check, configs, verbs};
 
 struct Twins {
@@ -63,6 +64,26 @@ impl Twins {
         }
     }
 
+    /// The naive core pins and unpins what the other did.
+    fn follow_pins(&mut self, before: &BTreeMap<PinId, Pinned>) {
+        for pin in before.keys() {
+            if !self.world.pins.contains_key(pin) {
+                self.naive.unpin(pin.0);
+            }
+        }
+        for (pin, pinned) in &self.world.pins {
+            if !before.contains_key(pin) {
+                let num_blocks = pinned.blocks.len();
+                let num_found = self
+                    .naive
+                    .pin(pin.0, pinned.domain, &pinned.tokens, num_blocks);
+                // A block that a step in flight still moves is not pinned.
+                let is_still = self.world.config.forced_moves == 0;
+                assert!(num_blocks <= num_found && (!is_still || num_blocks == num_found));
+            }
+        }
+    }
+
     fn apply(&mut self, verb: &Verb) {
         let before: Vec<(u64, bool)> = self
             .world
@@ -81,6 +102,12 @@ impl Twins {
                 self.commit();
             }
             Verb::PlanDrafts { .. } | Verb::Fail { .. } | Verb::PokeDiscarded => {}
+            Verb::Pin { .. } | Verb::Unpin { .. } => {
+                let before = self.world.pins.clone();
+                apply(&mut self.world, verb);
+                self.follow_pins(&before);
+                self.check_pool();
+            }
             verb => {
                 let known: Vec<u64> = self.world.ledger.accounts.keys().copied().collect();
                 apply(&mut self.world, verb);
@@ -149,7 +176,7 @@ fn plans_are_those_of_a_naive_model() {
     });
     let seen = seen.get();
     assert!(
-        seen.preemptions > 0 && seen.hit_tokens > 0 && seen.chunks > 0,
+        seen.preemptions > 0 && seen.hit_tokens > 0 && seen.chunks > 0 && seen.pins > 0,
         "{seen:?}"
     );
 }

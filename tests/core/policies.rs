@@ -324,6 +324,7 @@ fn a_step_is_cut_to_its_target_once_its_costs_are_known() {
         ..Config::default()
     };
     let mut world = World::recorded(&config);
+    world.verbs_a_check = 16;
     world.device_us = linear_us;
     let (mut longest, mut shortest, mut num_chunks) = (0, u64::MAX, 0);
     for turn in 0..400 {

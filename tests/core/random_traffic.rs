@@ -41,6 +41,12 @@ fn traffic(scope: Scope, num_cases: u32) {
         scope.has_resizes && !scope.is_static,
         "{seen:?}"
     );
+    assert!(seen.pins > 0 && seen.pins_refused > 0, "{seen:?}");
+    assert_eq!(
+        seen.resizes_refused > 0,
+        scope.has_resizes && !scope.is_static,
+        "{seen:?}"
+    );
     assert_eq!(seen.window_blocks > 0, !scope.is_static, "{seen:?}");
     assert_eq!(
         seen.swapped_out > 0 && seen.swapped_in > 0 && seen.swap_misses > 0,

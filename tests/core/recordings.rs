@@ -87,13 +87,11 @@ fn a_recording_with_a_wrong_byte_never_panics() {
     let (whole, _) = recording();
     let mut num_refused = 0;
     for at in 0..whole.len() {
-        for flip in [1, 0x80, 0xff] {
-            let mut bytes = whole.clone();
-            bytes[at] ^= flip;
-            num_refused += usize::from(replay(&bytes).is_err());
-        }
+        let mut bytes = whole.clone();
+        bytes[at] ^= [1, 0x80, 0xff][at % 3];
+        num_refused += usize::from(replay(&bytes).is_err());
     }
-    assert!(num_refused > 200, "{num_refused}");
+    assert!(num_refused > 200, "{num_refused} of {}", whole.len());
 }
 
 #[test]

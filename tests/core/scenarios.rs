@@ -155,6 +155,7 @@ fn crowd(admission: Admission, peak_percent: u32) -> World {
         ..config(16 * 36, 64, 2048)
     };
     let mut world = World::new(&config);
+    world.verbs_a_check = 16;
     for seed in 0..64 {
         world.submit(&Ask::sized(seed, 64, 512));
     }
@@ -235,6 +236,7 @@ fn n_one_that_is_almost_through_never_leaves() {
             ..config(num_blocks, 8, 512)
         };
         let mut world = World::new(&config);
+        world.verbs_a_check = 16;
         let others: Vec<u64> = (0..5)
             .map(|seed| world.submit(&Ask::sized(seed, num_others, 60)))
             .collect();

@@ -1,6 +1,8 @@
 //! Random verbs on tiny pools and alphabets, and how a run of them is made.
 
-use noria_core::{Admission, Config, Drafts, FinishReason, Handle, KeyPolicy, Reject, Share};
+use noria_core::{
+    Admission, Config, Drafts, FinishReason, Handle, KeyPolicy, PinId, Reject, Share,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
@@ -42,6 +44,14 @@ pub(crate) enum Verb {
     Reset,
     Resize {
         num_blocks: u32,
+    },
+    /// What one request begins with.
+    Pin {
+        which: u8,
+        num_tokens: u8,
+    },
+    Unpin {
+        which: u8,
     },
 }
 
@@ -215,6 +225,8 @@ pub(crate) fn verbs(scope: Scope) -> impl Strategy<Value = Verb> {
         1 => any::<u8>().prop_map(|which| Verb::Expire { which }),
         2 => any::<u8>().prop_map(|which| Verb::Unpark { which }),
         1 => Just(Verb::Reset),
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, num_tokens)| Verb::Pin { which, num_tokens }),
+        2 => any::<u8>().prop_map(|which| Verb::Unpin { which }),
         if scope.has_resizes { 4 } else { 1 } => if scope.has_resizes {
             (1u32..=40).prop_map(|num_blocks| Verb::Resize { num_blocks }).boxed()
         } else {
@@ -223,11 +235,9 @@ pub(crate) fn verbs(scope: Scope) -> impl Strategy<Value = Verb> {
     ]
 }
 
-/// The request, cut to what can fit.
-fn fitted(ask: &Ask, config: &Config) -> Ask {
-    let room = config
-        .max_model_len
-        .min(config.num_blocks * config.block_size + 1) as usize;
+/// The request, cut to what can fit in `num_blocks`.
+fn fitted(ask: &Ask, config: &Config, num_blocks: u32) -> Ask {
+    let room = config.max_model_len.min(num_blocks * config.block_size + 1) as usize;
     let mut ask = ask.clone();
     ask.prompt.truncate((room / 2).max(1));
     ask.max_tokens = ask.max_tokens.min((room - ask.prompt.len()) as i64);
@@ -244,6 +254,13 @@ fn handle_at(world: &World, which: u8) -> u64 {
         Some(&handle) => handle,
         None => u64::from(which) << 32 | u64::from(which),
     }
+}
+
+/// A pin, or (one number of many) none.
+pub(crate) fn pin_at(world: &World, which: u8) -> PinId {
+    let pins = &world.pins;
+    let at = usize::from(which) % (pins.len() + 1);
+    pins.keys().nth(at).copied().unwrap_or(PinId(u64::MAX))
 }
 
 fn plan_drafts(
@@ -303,7 +320,8 @@ pub(crate) fn apply(world: &mut World, verb: &Verb) {
             if let Err(Reject::PromptTooLong { .. } | Reject::NeverFits { .. }) =
                 world.try_submit(ask)
             {
-                let _ = world.try_submit(&fitted(ask, &world.config));
+                let num_blocks = world.config.num_blocks - world.core.num_pinned_blocks();
+                let _ = world.try_submit(&fitted(ask, &world.config, num_blocks));
             }
         }
         Verb::Plan => {
@@ -364,6 +382,17 @@ pub(crate) fn apply(world: &mut World, verb: &Verb) {
         Verb::Resize { num_blocks } => {
             let _ = world.resize(num_blocks);
         }
+        Verb::Pin { which, num_tokens } => {
+            // One of the last, whose blocks are likelier there.
+            let handles = world.ledger.accounts.keys().rev();
+            if let Some(&handle) = handles.take(4).nth(usize::from(which % 4)) {
+                let _ = world.pin(handle, num_tokens.into());
+            }
+        }
+        Verb::Unpin { which } => {
+            let pin = pin_at(world, which);
+            world.unpin(pin);
+        }
     }
 }
 
@@ -376,6 +405,10 @@ pub(crate) fn wind_up(world: &mut World) {
     }
     world.drain();
     assert_eq!(world.ledger.live().count(), 0);
+    while let Some(&pin) = world.pins.keys().next() {
+        assert!(world.unpin(pin));
+    }
+    assert_eq!(world.core.num_held_blocks(), 0, "nothing is pinned");
 }
 
 /// A world in which all `verbs` were applied and everything has come to its end.
@@ -388,13 +421,13 @@ pub(crate) fn play(config: &Config, verbs: &[Verb]) -> World {
     world
 }
 
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    text.parse().ok()
+}
+
 /// `PROPTEST_CASES` makes it longer, `NORIA_TEST_SEED` another.
 pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::Value)) {
-    let number = |name: &str| {
-        std::env::var(name)
-            .ok()
-            .and_then(|text| text.parse::<u64>().ok())
-    };
     let num_cases = number("PROPTEST_CASES").map_or(num_cases, |cases| cases as u32);
     let seed = number("NORIA_TEST_SEED").unwrap_or(0);
     check_from(seed, num_cases, strategy, test);
@@ -402,7 +435,7 @@ pub(crate) fn check<S: Strategy>(num_cases: u32, strategy: &S, test: impl Fn(S::
 
 /// The same cases for the same seed.
 pub(crate) fn check_from<S: Strategy>(
-    number: u64,
+    from: u64,
     num_cases: u32,
     strategy: &S,
     test: impl Fn(S::Value),
@@ -410,11 +443,11 @@ pub(crate) fn check_from<S: Strategy>(
     let config = ProptestConfig {
         cases: num_cases,
         failure_persistence: None,
-        max_shrink_iters: 20_000,
+        max_shrink_iters: number("PROPTEST_MAX_SHRINK_ITERS").map_or(20_000, |num| num as u32),
         ..ProptestConfig::default()
     };
     let mut seed = [7; 16];
-    seed[..8].copy_from_slice(&number.to_le_bytes());
+    seed[..8].copy_from_slice(&from.to_le_bytes());
     let mut runner =
         TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::XorShift, &seed));
     let result = runner.run(strategy, |value| {

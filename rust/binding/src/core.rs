@@ -1,8 +1,8 @@
 //! `Core` and `Plan`.
 
 use noria_core::{
-    Admission, Config, Drafts, Event, FACT_FIELDS, Facts, FinishReason, Handle, KeyPolicy, Planned,
-    RECORD_FIELDS, Reads, Request, Scheduler, Share, StepId,
+    Admission, Config, Drafts, Event, FACT_FIELDS, Facts, FinishReason, Handle, KeyPolicy, PinId,
+    Planned, RECORD_FIELDS, Reads, Request, Scheduler, Share, StepId,
 };
 use numpy::{
     PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArrayMethods,
@@ -66,6 +66,20 @@ impl Core {
         }
         Ok(events.len())
     }
+}
+
+/// The number that a salt of at most 16 bytes stands for.
+fn salt(cache_salt: Option<&[u8]>) -> PyResult<u128> {
+    let cache_salt = cache_salt.unwrap_or_default();
+    let mut salt = [0; 16];
+    let Some(place) = salt.get_mut(..cache_salt.len()) else {
+        return Err(PyValueError::new_err(format!(
+            "cache_salt has {} bytes, but may have 16; hash a longer one.",
+            cache_salt.len()
+        )));
+    };
+    place.copy_from_slice(cache_salt);
+    Ok(u128::from_le_bytes(salt))
 }
 
 const EVENT_WORDS: usize = 4;
@@ -282,15 +296,6 @@ impl Core {
         host_masked: bool,
         reads_prefix_cache: bool,
     ) -> PyResult<u64> {
-        let cache_salt = cache_salt.unwrap_or_default();
-        let mut salt = [0; 16];
-        let Some(place) = salt.get_mut(..cache_salt.len()) else {
-            return Err(PyValueError::new_err(format!(
-                "cache_salt has {} bytes, but may have 16; hash a longer one.",
-                cache_salt.len()
-            )));
-        };
-        place.copy_from_slice(cache_salt);
         let request = Request {
             prompt_token_ids: prompt_token_ids.as_slice()?,
             max_tokens,
@@ -302,7 +307,7 @@ impl Core {
             stop_token_ids: stop_token_ids
                 .as_ref()
                 .map_or(Ok(&[][..]), |ids| ids.as_slice())?,
-            cache_salt: u128::from_le_bytes(salt),
+            cache_salt: salt(cache_salt)?,
             adapter,
             expires_us,
             parked,
@@ -468,6 +473,34 @@ impl Core {
         self.scheduler
             .resize(num_blocks, now_us)
             .map_err(|error| errors::resize(py, error))
+    }
+
+    #[pyo3(signature = (now_us, token_ids, *, cache_salt = None, adapter = 0))]
+    fn pin<'py>(
+        &mut self,
+        py: Python<'py>,
+        now_us: u64,
+        token_ids: PyReadonlyArray1<'_, i32>,
+        cache_salt: Option<&[u8]>,
+        adapter: u64,
+    ) -> PyResult<(u64, Bound<'py, PyArray1<i32>>)> {
+        let token_ids = token_ids.as_slice()?;
+        let pin = self
+            .scheduler
+            .pin(token_ids, salt(cache_salt)?, adapter, now_us)
+            .map_err(|error| errors::pin(py, error))?;
+        let blocks = self.scheduler.pinned(pin).iter();
+        let blocks = blocks.map(|block| block.0 as i32).collect();
+        Ok((pin.0, PyArray1::from_vec(py, blocks)))
+    }
+
+    fn unpin(&mut self, pin: u64, now_us: u64) -> bool {
+        self.scheduler.unpin(PinId(pin), now_us)
+    }
+
+    #[getter]
+    fn num_pinned_blocks(&self) -> u32 {
+        self.scheduler.num_pinned_blocks()
     }
 
     #[getter]

@@ -1,6 +1,6 @@
 //! The core's errors as the classes of `noria.errors`: one sentence, with the values as attributes.
 
-use noria_core::{CommitError, ConfigError, Reject, ReplayError, ResizeError};
+use noria_core::{CommitError, ConfigError, PinError, Reject, ReplayError, ResizeError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -72,7 +72,13 @@ pub(crate) fn resize(py: Python<'_>, error: ResizeError) -> PyErr {
             py,
             "num_blocks",
             value.to_string(),
-            &format!("at least {num_blocks}, which a request that was accepted may need"),
+            &format!("at least {num_blocks}, which a request that was accepted and pins may need"),
+        ),
+        ResizeError::Pinned { block, value } => named(
+            py,
+            "num_blocks",
+            value.to_string(),
+            &format!("at least {}, as that block is pinned", block.0),
         ),
         ResizeError::Static => raise(
             py,
@@ -82,6 +88,29 @@ pub(crate) fn resize(py: Python<'_>, error: ResizeError) -> PyErr {
                 attributes.set_item("name", "num_blocks")?;
                 attributes.set_item("value", py.None())
             },
+        ),
+    }
+}
+
+pub(crate) fn pin(py: Python<'_>, error: PinError) -> PyErr {
+    match error {
+        PinError::NotCached { num_tokens } => limited(
+            py,
+            "PinError",
+            format!(
+                "No leading block of the {num_tokens} tokens is in the prefix cache, filled by a committed step."
+            ),
+            0,
+            1,
+        ),
+        PinError::TooMany { num_blocks, limit } => limited(
+            py,
+            "PinError",
+            format!(
+                "{num_blocks} blocks would be pinned, but the watermark and accepted requests leave {limit}."
+            ),
+            num_blocks,
+            limit,
         ),
     }
 }
@@ -131,7 +160,7 @@ pub(crate) fn reject(py: Python<'_>, reject: Reject) -> PyErr {
             py,
             "NeverFitsError",
             format!(
-                "Prompt and output need {num_blocks} KV blocks, but the whole pool has {limit}."
+                "Prompt and output need {num_blocks} KV blocks, but the whole pool, less what is pinned, has {limit}."
             ),
             num_blocks,
             limit,

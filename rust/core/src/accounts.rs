@@ -31,6 +31,35 @@ pub(crate) struct Account {
     lengths: Option<Box<Lengths>>,
 }
 
+impl Account {
+    #[inline]
+    fn note_move(&mut self, id: AccountId, moved: &mut Vec<AccountId>) {
+        // One that has no lines needs no new places for them.
+        if self.num_waiting > 0 && !self.has_moved {
+            self.has_moved = true;
+            moved.push(id);
+        }
+    }
+}
+
+/// Accounts while nothing but charges comes.
+pub(crate) struct Charges<'a> {
+    entries: &'a mut [Account],
+    moved: &'a mut Vec<AccountId>,
+}
+
+impl Charges<'_> {
+    /// Adds weighted tokens to what the tenant was served; if it has lines, that they move is noted.
+    #[inline]
+    pub(crate) fn add<const NOTES: bool>(&mut self, id: AccountId, weighted: u64) {
+        let account = &mut self.entries[id.0 as usize];
+        account.counter += weighted;
+        if NOTES {
+            account.note_move(id, self.moved);
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Accounts {
     entries: Vec<Account>,
@@ -101,26 +130,24 @@ impl Accounts {
     }
 
     /// Adds weighted tokens to what the tenant was served.
-    #[inline]
     pub(crate) fn charge(&mut self, id: AccountId, weighted: u64) {
-        self.entries[id.0 as usize].counter += weighted;
-        self.note_move(id);
+        self.charges().add::<true>(id, weighted);
+    }
+
+    /// For a loop over charges.
+    #[inline]
+    pub(crate) fn charges(&mut self) -> Charges<'_> {
+        Charges {
+            entries: &mut self.entries,
+            moved: &mut self.moved,
+        }
     }
 
     /// Takes back what was charged.
     pub(crate) fn refund(&mut self, id: AccountId, weighted: u64) {
         let account = &mut self.entries[id.0 as usize];
         account.counter = account.counter.saturating_sub(weighted);
-        self.note_move(id);
-    }
-
-    fn note_move(&mut self, id: AccountId) {
-        let account = &mut self.entries[id.0 as usize];
-        // One that has no lines needs no new places for them.
-        if account.num_waiting > 0 && !account.has_moved {
-            account.has_moved = true;
-            self.moved.push(id);
-        }
+        account.note_move(id, &mut self.moved);
     }
 
     /// One whose counter has changed since it was asked last.

@@ -19,6 +19,26 @@ pub(crate) struct Arena<T> {
     vacant: Vec<Slot>,
 }
 
+/// The slots of an arena whose number does not change meanwhile.
+pub(crate) struct Occupied<'a, T>(&'a mut [Entry<T>]);
+
+impl<'a, T> Occupied<'a, T> {
+    /// The value of a live handle.
+    #[inline]
+    pub(crate) fn get_mut(&mut self, handle: Handle) -> Option<&mut T> {
+        Occupied(self.0).into_mut(handle)
+    }
+
+    fn into_mut(self, handle: Handle) -> Option<&'a mut T> {
+        let entry = self.0.get_mut(handle.slot().0 as usize)?;
+        // An emptied slot's next generation is in no handle yet.
+        if entry.generation != handle.generation() {
+            return None;
+        }
+        entry.value.as_mut()
+    }
+}
+
 impl<T> Arena<T> {
     pub(crate) fn new() -> Self {
         Self {
@@ -62,12 +82,12 @@ impl<T> Arena<T> {
 
     /// The value of a live handle.
     pub(crate) fn get_mut(&mut self, handle: Handle) -> Option<&mut T> {
-        let entry = self.entries.get_mut(handle.slot().0 as usize)?;
-        // An emptied slot's next generation is in no handle yet.
-        if entry.generation != handle.generation() {
-            return None;
-        }
-        entry.value.as_mut()
+        self.occupied().into_mut(handle)
+    }
+
+    /// For a loop over handles, which so keeps in registers where they lie.
+    pub(crate) fn occupied(&mut self) -> Occupied<'_, T> {
+        Occupied(&mut self.entries)
     }
 
     /// The value in a slot, if there is such a slot and it is occupied.

@@ -228,6 +228,7 @@ impl Scheduler {
             num_holders.iter().sum::<u32>(),
             "entries of tables"
         );
+        self.check_pins(&mut num_holders);
         let is_free = check_free_runs(kv);
         let mut is_cached = vec![false; num_holders.len()];
         let mut num_cached = 0;
@@ -286,6 +287,30 @@ impl Scheduler {
         );
         assert_eq!(kv.pool.limit(), self.config.num_blocks, "the limit");
         check_cache(kv, num_ever);
+    }
+
+    /// A pin holds each of its blocks once, in the pool.
+    fn check_pins(&self, num_holders: &mut [u32]) {
+        let mut pinned = BTreeSet::new();
+        for &block in self.pins.iter().flatten() {
+            assert!(
+                block.0 >= 1 && block.0 <= self.config.num_blocks,
+                "pinned block {} is within the limit",
+                block.0
+            );
+            pinned.insert(block);
+            num_holders[block.index()] += 1;
+        }
+        assert_eq!(
+            pinned.len() as u32,
+            self.num_pinned_blocks(),
+            "pinned blocks"
+        );
+        assert!(
+            pinned.iter().all(|&block| self.pins.contains(block)),
+            "who is pinned is known"
+        );
+        assert_eq!(self.pins.last(), pinned.last().copied(), "the last pinned");
     }
 
     /// Each block of the host's memory is free, or of one sequence that waits, or pinned by one step.
@@ -408,6 +433,10 @@ impl Scheduler {
     }
 
     fn check_sequence(&self, slot: Slot, sequence: &Sequence) {
+        assert!(
+            sequence.standing.num_limit_blocks + self.num_pinned_blocks() <= self.config.num_blocks,
+            "an accepted request fits beside what is pinned"
+        );
         let num_tokens = sequence.num_tokens();
         assert_eq!(sequence.row, PlannedRow::default(), "no plan is being made");
         // A ghost has ended, perhaps amid drafts that were right.

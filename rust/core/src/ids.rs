@@ -61,3 +61,7 @@ impl BlockId {
 /// An iteration of the engine; never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct StepId(pub u64);
+
+/// A pin of cached blocks; never reused.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct PinId(pub u64);

@@ -164,16 +164,21 @@ impl Kv {
         for column in start..end {
             let block = self.table(seat)[column as usize];
             self.set(seat, column, BlockId(0));
-            if self.pool.cache_last(&[block], &self.cache) == 0 && self.pool.drop_holder(block) {
-                // It cannot be found, or lies beyond the limit.
-                self.events.push_removed(block, &self.cache);
-                self.cache.unregister(block);
-                self.pool.free_run(block, 1);
-            }
+            self.give_up(block);
         }
         self.starts[seat.index()] = start.max(end);
         self.num_entries -= end.saturating_sub(start);
         end.saturating_sub(start)
+    }
+
+    /// One holder fewer of `block`; without any it is cached, or free.
+    pub(crate) fn give_up(&mut self, block: BlockId) {
+        if self.pool.cache_last(&[block], &self.cache) == 0 && self.pool.drop_holder(block) {
+            // It cannot be found, or lies beyond the limit.
+            self.events.push_removed(block, &self.cache);
+            self.cache.unregister(block);
+            self.pool.free_run(block, 1);
+        }
     }
 
     /// Gives up the blocks of `seat`, last first: so of a chain the tail is evicted before what it hangs on.

@@ -12,7 +12,7 @@ pub struct KvFigures {
     pub num_free: u32,
     /// Blocks without a holder whose content can be found.
     pub num_cached: u32,
-    /// Blocks that sequences hold.
+    /// Blocks that sequences hold, or that are pinned.
     pub num_held: u32,
     /// Runs that the free blocks lie in.
     pub num_free_runs: u32,

@@ -7,13 +7,13 @@ use alloc::vec::Vec;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::{Config, ConfigError};
-use crate::ids::{Handle, StepId};
+use crate::ids::{Handle, PinId, StepId};
 use crate::layout::digest;
 use crate::policy::{Admission, KeyPolicy, Share};
 use crate::request::{FinishReason, Request};
 use crate::scheduler::{Drafts, Planned, Scheduler};
 
-const MAGIC: [u8; 8] = *b"noria\0r4";
+const MAGIC: [u8; 8] = *b"noria\0r5";
 
 const SUBMIT: u8 = 1;
 const PLAN: u8 = 2;
@@ -23,6 +23,8 @@ const FINISH: u8 = 5;
 const UNPARK: u8 = 6;
 const RESET_PREFIX_CACHE: u8 = 7;
 const SCORES: u8 = 8;
+const PIN: u8 = 9;
+const UNPIN: u8 = 10;
 const RESIZE: u8 = 32;
 
 /// Writes verbs as they come.
@@ -182,6 +184,18 @@ impl Recorder {
             self.u64(handle.to_bits());
             self.u64(*score as u64);
         }
+    }
+
+    pub(crate) fn pin(&mut self, token_ids: &[i32], cache_salt: u128, adapter: u64, now_us: u64) {
+        self.verb(PIN, now_us);
+        self.list(token_ids);
+        self.bytes.extend_from_slice(&cache_salt.to_le_bytes());
+        self.u64(adapter);
+    }
+
+    pub(crate) fn unpin(&mut self, pin: PinId, now_us: u64) {
+        self.verb(UNPIN, now_us);
+        self.u64(pin.0);
     }
 
     pub(crate) fn resize(&mut self, num_blocks: u32, now_us: u64) {
@@ -421,6 +435,14 @@ fn replay_verb(
                 scores.push(reader.u64()? as i64);
             }
             scheduler.set_scores(&handles, &scores, now_us);
+        }
+        PIN => {
+            let token_ids = reader.list()?;
+            let (cache_salt, adapter) = (reader.u128()?, reader.u64()?);
+            let _ = scheduler.pin(&token_ids, cache_salt, adapter, now_us);
+        }
+        UNPIN => {
+            scheduler.unpin(PinId(reader.u64()?), now_us);
         }
         RESIZE => {
             let num_blocks = reader.u32()?;

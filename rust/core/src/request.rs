@@ -81,7 +81,7 @@ pub enum Reject {
         /// What was given.
         value: i64,
     },
-    /// Prompt and output need more blocks than the pool has.
+    /// Prompt and output need more blocks than the pool has, but for those that are pinned.
     NeverFits {
         /// What it would need.
         num_blocks: u32,

@@ -369,8 +369,8 @@ impl Sequence {
         self.num_tokens() < self.quiet_until && self.goes_on_after(id)
     }
 
-    /// The same, where it may fill a block.
-    pub(crate) fn is_quiet_in_block(&self, id: i32) -> bool {
+    /// The same, where it may fill a block, if there is a prefix cache.
+    pub(crate) fn is_quiet_at_edge(&self, id: i32) -> bool {
         self.quiet_until > 0 && self.num_tokens() < self.most_tokens() && self.goes_on_after(id)
     }
 
@@ -379,12 +379,15 @@ impl Sequence {
         self.stop_filter & stop_bit(id) == 0 || !self.is_stop(id)
     }
 
-    /// Takes the id that a quiet `row` sampled.
-    pub(crate) fn take(&mut self, row: &RowInFlight, id: i32) {
+    /// Takes the id that a quiet `row` sampled; its output position.
+    pub(crate) fn take(&mut self, row: &RowInFlight, id: i32) -> u32 {
+        let num_tokens = self.num_tokens;
         self.num_pending -= 1;
         self.num_rows_in_flight -= 1;
         self.num_computed += row.count;
-        self.append(id);
+        self.tokens[num_tokens as usize] = id;
+        self.num_tokens = num_tokens + 1;
+        num_tokens - self.num_prompt
     }
 
     /// A block was filled, and offered to the prefix cache; nothing else has changed.

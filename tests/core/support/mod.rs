@@ -14,4 +14,4 @@ pub(crate) use runner::Breakage;
 pub(crate) use seen::Seen;
 pub(crate) use truth::Ask;
 pub(crate) use view::StepView;
-pub(crate) use world::{World, own_score};
+pub(crate) use world::{Pinned, World, own_score};

@@ -176,6 +176,11 @@ impl NullRunner {
         block as usize * block_size..(block as usize + 1) * block_size
     }
 
+    /// What the slots of a block hold.
+    pub(crate) fn held(&self, block: u32) -> &[u64] {
+        &self.kv[self.slots(block)]
+    }
+
     /// To the host first, then back.
     fn swap_blocks(&mut self, view: &StepView) {
         for &(from, to) in &view.swap_out {

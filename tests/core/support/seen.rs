@@ -22,6 +22,11 @@ pub(crate) struct Seen {
     pub(crate) swapped_out: u64,
     pub(crate) swapped_in: u64,
     pub(crate) swap_misses: u64,
+    pub(crate) pins: u64,
+    /// As the pool could not spare them.
+    pub(crate) pins_refused: u64,
+    /// As a block beyond was pinned.
+    pub(crate) resizes_refused: u64,
 }
 
 impl Seen {
@@ -45,5 +50,8 @@ impl Seen {
         self.swapped_out += other.swapped_out;
         self.swapped_in += other.swapped_in;
         self.swap_misses += other.swap_misses;
+        self.pins += other.pins;
+        self.pins_refused += other.pins_refused;
+        self.resizes_refused += other.resizes_refused;
     }
 }

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use noria_core::{
     Admission, BlockHash, BlockId, CommitError, Config, Drafts, Facts, FinishReason, Handle,
-    KeyPolicy, KvEventKind, Planned, Reads, Reject, ResizeError, Scheduler, StepId, flags,
+    KeyPolicy, KvEventKind, PinError, PinId, Planned, Reads, Reject, ResizeError, Scheduler,
+    StepId, flags,
 };
 
 use super::ledger::{Account, Ledger};
@@ -22,6 +23,17 @@ pub(crate) fn own_score(facts: &Facts) -> i64 {
     ];
     let sum: u32 = numbers.iter().sum();
     i64::from(sum % 5) - 2 - i64::from(facts.num_preemptions)
+}
+
+/// What a pin holds.
+#[derive(Clone, Debug)]
+pub(crate) struct Pinned {
+    pub(crate) tokens: Vec<i32>,
+    /// Salt and adapter.
+    pub(crate) domain: (u128, u64),
+    pub(crate) blocks: Vec<BlockId>,
+    /// What their slots hold.
+    contents: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -50,8 +62,12 @@ pub(crate) struct World {
     pub(super) last_step: u64,
     discarded: Vec<StepId>,
     now_us: u64,
+    /// Of so many verbs one is followed by a recount: one in a test that is about invariants.
+    pub(crate) verbs_a_check: u64,
+    num_verbs: u64,
     /// KV events read so far, and what they say can be found: by block, the hash and the block's tokens.
     num_heard: u64,
+    pub(crate) pins: BTreeMap<PinId, Pinned>,
     findable: BTreeMap<u32, (BlockHash, Vec<i32>)>,
 }
 
@@ -84,7 +100,10 @@ impl World {
             last_step: 0,
             discarded: Vec::new(),
             now_us: 0,
+            verbs_a_check: 1,
+            num_verbs: 0,
             num_heard: 0,
+            pins: BTreeMap::new(),
             findable: BTreeMap::new(),
             config,
             core,
@@ -98,8 +117,13 @@ impl World {
 
     /// Recounts the core, and holds the stream of KV events against what can be found.
     fn check(&mut self) {
+        self.num_verbs += 1;
+        if !self.num_verbs.is_multiple_of(self.verbs_a_check) {
+            return;
+        }
         self.core.check();
         self.check_adapters();
+        self.check_pins();
         if self.config.num_kv_events == 0 {
             return;
         }
@@ -126,6 +150,16 @@ impl World {
         assert_eq!(self.findable.len(), cache.num_registered() as usize);
         for (&block, (hash, tokens)) in &self.findable {
             assert_eq!(cache.find(*hash, tokens), Some(BlockId(block)));
+        }
+    }
+
+    /// What is pinned lies where it lay, with what it held, whatever has run since.
+    fn check_pins(&self) {
+        for (&pin, pinned) in &self.pins {
+            assert_eq!(self.core.pinned(pin), pinned.blocks);
+            let blocks = pinned.blocks.iter();
+            let held = blocks.flat_map(|block| self.runner.held(block.0));
+            assert!(held.eq(&pinned.contents), "what was pinned is as it was");
         }
     }
 
@@ -442,13 +476,19 @@ impl World {
             .max();
         match result {
             Ok(()) => {
-                assert!(most <= Some(num_blocks));
+                assert!(most.unwrap_or(0) + self.core.num_pinned_blocks() <= num_blocks);
                 self.config.num_blocks = num_blocks;
                 self.seen.shrinks += u64::from(num_blocks < before && self.core.is_shrinking());
                 self.seen.growths += u64::from(num_blocks > before);
             }
             Err(ResizeError::RequestNeeds { num_blocks, .. }) => {
-                assert!(Some(num_blocks) <= most);
+                assert!(num_blocks <= most.unwrap_or(0) + self.core.num_pinned_blocks());
+            }
+            Err(ResizeError::Pinned { block, value }) => {
+                assert!(block.0 > value, "what is pinned stays in the pool");
+                let is_pinned = |pinned: &Pinned| pinned.blocks.contains(&block);
+                assert!(self.pins.values().any(is_pinned));
+                self.seen.resizes_refused += 1;
             }
             Err(ResizeError::Static) => {
                 assert_ne!(self.config.admission, Admission::Optimistic);
@@ -456,6 +496,50 @@ impl World {
             Err(ResizeError::NumBlocks { low, .. }) => assert!(num_blocks < low),
         }
         result
+    }
+
+    /// Pins what `handle` begins with, up to `num_tokens` of its tokens; the blocks.
+    pub(crate) fn pin(&mut self, handle: u64, num_tokens: usize) -> Result<usize, PinError> {
+        let Some(truth) = self.runner.truths.get_mut(&handle) else {
+            return Ok(0);
+        };
+        let num_known = self.ledger.accounts[&handle].num_tokens() as usize;
+        let num_tokens = num_tokens.min(num_known);
+        let tokens: Vec<i32> = (0..num_tokens).map(|at| truth.token(at)).collect();
+        let contents: Vec<u64> = (0..num_tokens).map(|at| truth.kv(at)).collect();
+        let (salt, adapter) = (truth.ask.salt, truth.ask.adapter);
+        let now = self.now();
+        let pinned = self.core.pin(&tokens, salt, adapter, now);
+        if let Ok(pin) = pinned {
+            let blocks = self.core.pinned(pin).to_vec();
+            assert!(!blocks.is_empty(), "a pin holds a block at least");
+            let num_slots = blocks.len() * self.config.block_size as usize;
+            self.seen.pins += 1;
+            let pinned = Pinned {
+                contents: contents[..num_slots].to_vec(),
+                domain: (salt, adapter),
+                tokens,
+                blocks,
+            };
+            self.pins.insert(pin, pinned);
+        }
+        self.check();
+        match pinned {
+            Ok(pin) => Ok(self.core.pinned(pin).len()),
+            Err(error) => {
+                self.seen.pins_refused += u64::from(error != PinError::NotCached { num_tokens });
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn unpin(&mut self, pin: PinId) -> bool {
+        let now = self.now();
+        let was_pinned = self.core.unpin(pin, now);
+        assert_eq!(was_pinned, self.pins.remove(&pin).is_some());
+        self.check();
+        assert_eq!(self.core.pinned(pin), &[]);
+        was_pinned
     }
 
     pub(crate) fn reset_prefix_cache(&mut self) -> u32 {
@@ -506,11 +590,12 @@ impl World {
         );
         assert_eq!(self.core.num_parked() as usize, num_parked);
         let kv = self.core.kv();
+        let num_pinned = self.core.num_pinned_blocks();
         assert_eq!(
-            kv.pool().num_free() + kv.pool().num_cached(),
+            kv.pool().num_free() + kv.pool().num_cached() + num_pinned,
             self.config.num_blocks,
-            "no block is held"
+            "no block is held but by a pin"
         );
-        assert_eq!(self.core.num_held_blocks(), 0);
+        assert_eq!(self.core.num_held_blocks(), num_pinned);
     }
 }

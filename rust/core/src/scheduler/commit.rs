@@ -3,8 +3,11 @@
 use super::Scheduler;
 use crate::event::{Event, EventKind};
 use crate::ids::{Slot, StepId};
+use crate::kv::Kv;
 use crate::policy::KeyPolicy;
+use crate::prefix_cache::ChainHasher;
 use crate::request::FinishReason;
+use crate::sequence::Sequence;
 use crate::step::{RowInFlight, RowKind, StepInFlight};
 
 /// Why a commit was refused. Nothing of it was taken.
@@ -96,7 +99,8 @@ impl Scheduler {
         };
         // Not sooner: a refused commit reports nothing, so what waits to be reported must stay.
         self.events.begin();
-        let charges = self.is_fair();
+        // Where nobody is in line, no line moves.
+        let (charges, notes) = (self.is_fair(), self.queue.len() > 0);
         // An event a token, and one for each row that ends.
         self.events.reserve(ids.len() + taken.rows.len());
         let (mut rest, mut tally) = (ids, Tally::default());
@@ -105,10 +109,11 @@ impl Scheduler {
             if num_single == 0 {
                 num_single = count_single(num_ids);
             }
-            let num_appended = if charges {
-                self.append_ids::<true>(&rows[..num_single], rest)
-            } else {
-                self.append_ids::<false>(&rows[..num_single], rest)
+            let single = &rows[..num_single];
+            let num_appended = match (charges, notes) {
+                (false, _) => self.append_ids::<false, false>(single, rest),
+                (true, false) => self.append_ids::<true, false>(single, rest),
+                (true, true) => self.append_ids::<true, true>(single, rest),
             };
             tally.used += num_appended as u32;
             rest = &rest[num_appended..];
@@ -118,11 +123,7 @@ impl Scheduler {
                 break;
             };
             let (ids, ids_behind) = rest.split_at(*count as usize);
-            if num_single > num_appended && self.fill_block(row, ids[0]) {
-                tally.used += 1;
-            } else {
-                self.commit_row(row, ids, &mut tally);
-            }
+            self.commit_row(row, ids, &mut tally);
             num_single = num_single.saturating_sub(num_appended + 1);
             (rows, num_ids, rest) = (rows_behind, counts_behind, ids_behind);
         }
@@ -200,59 +201,36 @@ impl Scheduler {
         others == 0 && signs >= 0
     }
 
-    /// Appends an id each to the rows' sequences, up to the first row for which that is not all there is to do; returns
-    /// how many. Most rows of most steps are committed here.
+    /// Appends an id each to the rows' sequences, up to the first row for which there is more to do than to offer a block
+    /// that it fills to the prefix cache; returns how many. Most rows of most steps are committed here. Where it `CHARGES`,
+    /// the queue is told whose account moves only if it `NOTES` that.
     #[inline(never)] // its registers are wanted by its loop
-    fn append_ids<const CHARGES: bool>(&mut self, rows: &[RowInFlight], ids: &[i32]) -> usize {
+    fn append_ids<const CHARGES: bool, const NOTES: bool>(
+        &mut self,
+        rows: &[RowInFlight],
+        ids: &[i32],
+    ) -> usize {
         let mut num_appended = 0;
         let weight = u64::from(self.config.fair_output_weight);
+        let (mut sequences, mut charges) = (self.arena.occupied(), self.accounts.charges());
         for (row, (&id, event)) in rows.iter().zip(ids.iter().zip(self.events.room())) {
-            let Some(sequence) = self.arena.get_mut(row.handle) else {
+            let Some(sequence) = sequences.get_mut(row.handle) else {
                 break;
             };
-            if !sequence.is_quiet(id) {
+            *event = if sequence.is_quiet(id) {
+                append(sequence, row, id)
+            } else if sequence.is_quiet_at_edge(id) {
+                append_at_edge(&mut self.kv, &self.hasher, sequence, row, id)
+            } else {
                 break;
-            }
-            *event = Event {
-                handle: row.handle,
-                kind: EventKind::Token,
-                first: id.into(),
-                second: sequence.num_output().into(),
             };
-            sequence.take(row, id);
             if CHARGES {
-                self.accounts.charge(sequence.standing.account, weight);
+                charges.add::<NOTES>(sequence.standing.account, weight);
             }
             num_appended += 1;
         }
         self.events.take_room(num_appended);
         num_appended
-    }
-
-    /// Appends an id that may fill a block, and is nothing more; `false`, and no change, where it is.
-    #[inline]
-    fn fill_block(&mut self, row: &RowInFlight, id: i32) -> bool {
-        let Some(sequence) = self.arena.get_mut(row.handle) else {
-            return false;
-        };
-        if !sequence.is_quiet_in_block(id) {
-            return false;
-        }
-        self.events.push(
-            row.handle,
-            EventKind::Token,
-            id.into(),
-            sequence.num_output().into(),
-        );
-        sequence.take(row, id);
-        if self.config.key == KeyPolicy::Fair {
-            let weight = u64::from(self.config.fair_output_weight);
-            self.accounts.charge(sequence.standing.account, weight);
-        }
-        let slot = row.handle.slot();
-        self.register_computed(slot);
-        self.arena[slot].stay_quiet(self.config.block_size);
-        true
     }
 
     fn commit_row(&mut self, row: &RowInFlight, ids: &[i32], tally: &mut Tally) {
@@ -337,26 +315,58 @@ impl Scheduler {
 
     /// Makes blocks that committed steps have filled findable: those that hold sampled tokens.
     fn register_computed(&mut self, slot: Slot) {
-        let block_size = self.config.block_size;
-        let sequence = &mut self.arena[slot];
-        let Some(seat) = sequence.seat() else {
-            return;
-        };
-        if !self.config.enable_prefix_caching {
-            return;
+        if self.config.enable_prefix_caching {
+            let sequence = &mut self.arena[slot];
+            register_filled(&mut self.kv, &self.hasher, sequence, self.config.block_size);
         }
-        while sequence.has_filled_block(block_size) {
-            let column = sequence.num_registered;
-            let hash = sequence.block_hash(column, block_size, &self.hasher);
-            let tokens = sequence.block_tokens(column, block_size);
-            let registered = self.kv.register(seat, column, hash, tokens);
-            if self.kv.events.are_kept()
-                && let Some(block) = registered
-            {
-                self.kv.tell_stored(block, sequence.parent_hash(column));
-            }
-            sequence.num_registered += 1;
+    }
+}
+
+/// Appends the id that a quiet row sampled; what is reported of it.
+#[inline(always)] // in the loop over rows
+#[allow(clippy::inline_always, reason = "it is counted in instructions")]
+fn append(sequence: &mut Sequence, row: &RowInFlight, id: i32) -> Event {
+    let position = sequence.take(row, id);
+    Event {
+        handle: row.handle,
+        kind: EventKind::Token,
+        first: id.into(),
+        second: position.into(),
+    }
+}
+
+/// The same, where the id may fill a block.
+#[inline(never)]
+fn append_at_edge(
+    kv: &mut Kv,
+    hasher: &ChainHasher,
+    sequence: &mut Sequence,
+    row: &RowInFlight,
+    id: i32,
+) -> Event {
+    let event = append(sequence, row, id);
+    let block_size = kv.cache.block_size();
+    register_filled(kv, hasher, sequence, block_size);
+    sequence.stay_quiet(block_size);
+    event
+}
+
+/// Makes findable what committed steps have filled of `sequence`, if it has a seat; the prefix cache is on.
+fn register_filled(kv: &mut Kv, hasher: &ChainHasher, sequence: &mut Sequence, block_size: u32) {
+    let Some(seat) = sequence.seat() else {
+        return;
+    };
+    while sequence.has_filled_block(block_size) {
+        let column = sequence.num_registered;
+        let hash = sequence.block_hash(column, block_size, hasher);
+        let tokens = sequence.block_tokens(column, block_size);
+        let registered = kv.register(seat, column, hash, tokens);
+        if kv.events.are_kept()
+            && let Some(block) = registered
+        {
+            kv.tell_stored(block, sequence.parent_hash(column));
         }
+        sequence.num_registered += 1;
     }
 }
 

@@ -23,8 +23,15 @@ pub enum ResizeError {
     RequestNeeds {
         /// Whose.
         handle: Handle,
-        /// Its blocks, at its longest.
+        /// Its blocks, at its longest, and those that are pinned.
         num_blocks: u32,
+        /// What was asked for.
+        value: u32,
+    },
+    /// A block beyond is pinned.
+    Pinned {
+        /// The last such block.
+        block: BlockId,
         /// What was asked for.
         value: u32,
     },
@@ -35,10 +42,10 @@ pub enum ResizeError {
 impl Scheduler {
     /// Update: the pool has `num_blocks` blocks from now on. Cached blocks beyond are forgotten at once, held ones are
     /// moved by the next plans, and nobody is admitted until then; where those in use do not fit, residents are
-    /// preempted, the best key never. O(requests + blocks gained or lost).
+    /// preempted, the best key never. What is pinned stays. O(requests + blocks gained or lost).
     ///
     /// # Errors
-    /// An accepted request would never fit, or the number is out of range; nothing has changed.
+    /// An accepted request would never fit, a block beyond is pinned, or the number is out of range; nothing has changed.
     pub fn resize(&mut self, num_blocks: u32, now_us: u64) -> Result<(), ResizeError> {
         if let Some(recorder) = &mut self.recorder {
             recorder.resize(num_blocks, now_us);
@@ -48,7 +55,7 @@ impl Scheduler {
             return Err(ResizeError::Static);
         }
         let (low, high) = (
-            self.config.watermark_blocks + 1,
+            self.config.watermark_blocks + 1 + self.num_pinned_blocks(),
             self.config.max_num_blocks(),
         );
         if num_blocks < low || num_blocks > high {
@@ -58,8 +65,16 @@ impl Scheduler {
                 high,
             });
         }
+        if let Some(block) = self.pins.last()
+            && block.0 > num_blocks
+        {
+            return Err(ResizeError::Pinned {
+                block,
+                value: num_blocks,
+            });
+        }
         for (slot, sequence) in self.arena.iter() {
-            let needed = sequence.standing.num_limit_blocks;
+            let needed = sequence.standing.num_limit_blocks + self.num_pinned_blocks();
             if needed > num_blocks {
                 return Err(ResizeError::RequestNeeds {
                     handle: self.arena.handle(slot),
@@ -185,7 +200,7 @@ impl Scheduler {
             let block = BlockId(self.next_forced);
             let is_used = self.kv.pool.num_holders(block) > 0 || self.kv.cache.is_registered(block);
             let is_destination = self.pass.moves.iter().any(|&(_, to)| to == block);
-            if is_used && !is_destination {
+            if is_used && !is_destination && !self.pins.contains(block) {
                 self.try_move(block, None);
             }
         }

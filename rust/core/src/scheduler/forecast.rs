@@ -215,14 +215,16 @@ impl Scheduler {
         let band = self.own_band(slot);
         let up_to_band = self.band_limits.iter().take_while(|limit| limit.0 <= band);
         let limits: u64 = up_to_band.map(|limit| limit.1).sum();
-        if limits == 0
-            || limits + u64::from(self.limit_blocks(slot)) <= u64::from(self.highest_peak(slot))
-        {
+        // What is pinned is nobody's, of any band.
+        let highest = self
+            .highest_peak(slot)
+            .saturating_sub(self.num_pinned_blocks());
+        if limits == 0 || limits + u64::from(self.limit_blocks(slot)) <= u64::from(highest) {
             return true;
         }
         let newcomer = self.member_to_be(slot, need.num_shared);
         let peak = self.peak_with(&newcomer, need, newcomer.band);
-        peak <= self.highest_peak(slot)
+        peak <= highest
     }
 
     /// The peak up to which `slot` may enter; one that was preempted enters to stay.
@@ -341,7 +343,8 @@ impl Scheduler {
         if 3 * average >= 2 * last {
             return None;
         }
-        let num_places = u64::from(self.config.num_blocks) * u64::from(self.config.block_size);
+        let num_blocks = self.config.num_blocks - self.num_pinned_blocks();
+        let num_places = u64::from(num_blocks) * u64::from(self.config.block_size);
         Some(PARTS * 11 * life * average / (10 * num_places))
     }
 
@@ -369,6 +372,7 @@ impl Scheduler {
             .iter()
             .map(|member| u64::from(self.config.held_blocks_for(member.num_tokens + member.rest)))
             .sum();
-        running + self.num_demanded_blocks > u64::from(self.config.num_blocks)
+        let num_blocks = self.config.num_blocks - self.num_pinned_blocks();
+        running + self.num_demanded_blocks > u64::from(num_blocks)
     }
 }

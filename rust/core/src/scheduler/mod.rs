@@ -14,6 +14,7 @@ mod forecast;
 mod line;
 mod own;
 mod pass;
+mod pins;
 mod plan;
 mod quarantine;
 mod residents;
@@ -26,6 +27,7 @@ use alloc::vec::Vec;
 
 pub use commit::CommitError;
 pub use compact::ResizeError;
+pub use pins::PinError;
 
 use crate::accounts::Accounts;
 use crate::arena::Arena;
@@ -51,6 +53,7 @@ use deadlines::Deadlines;
 use forecast::Forecast;
 use own::Own;
 use pass::Pass;
+use pins::Pins;
 use quarantine::Quarantine;
 use residents::Residents;
 
@@ -96,6 +99,7 @@ pub struct Scheduler {
     pub(crate) queue: WaitQueue,
     pub(crate) kv: Kv,
     pub(crate) host: HostPool,
+    pub(crate) pins: Pins,
     hasher: ChainHasher,
     pub(crate) free_seats: Vec<Seat>,
     pub(crate) residents: Residents,
@@ -157,6 +161,7 @@ impl Scheduler {
             queue: WaitQueue::new(config.key == KeyPolicy::Fair),
             kv,
             host: HostPool::new(config.num_swap_blocks),
+            pins: Pins::default(),
             hasher: ChainHasher::new(config.hash_seed),
             free_seats: (0..seats).rev().map(Seat).collect(),
             residents: Residents::with_capacity(seats as usize),
@@ -223,7 +228,7 @@ impl Scheduler {
             ..Standing::new(request, account, self.next_arrival, now_us)
         };
         self.next_arrival += 1;
-        let salt = self.salt(request);
+        let salt = self.root(request.cache_salt, request.adapter);
         let sequence = Sequence::new(request, standing, max_output, salt);
         let handle = self.arena.insert(sequence);
         self.note_deadline(handle.slot());
@@ -238,12 +243,7 @@ impl Scheduler {
     }
 
     /// The root of the hashes of a request's prefixes; what another adapter computed is never found.
-    fn salt(&self, request: &Request<'_>) -> BlockHash {
-        let Request {
-            cache_salt,
-            adapter,
-            ..
-        } = *request;
+    fn root(&self, cache_salt: BlockHash, adapter: u64) -> BlockHash {
         if adapter == 0 {
             return cache_salt;
         }
@@ -281,11 +281,9 @@ impl Scheduler {
         let max_output = request.max_tokens.min(room.into()) as u32;
         // The last output token is never computed, so it needs no slot.
         let num_blocks = config.held_blocks_for(prompt.len() as u32 + max_output - 1);
-        if num_blocks > config.num_blocks {
-            return Err(Reject::NeverFits {
-                num_blocks,
-                limit: config.num_blocks,
-            });
+        let limit = config.num_blocks - self.num_pinned_blocks();
+        if num_blocks > limit {
+            return Err(Reject::NeverFits { num_blocks, limit });
         }
         if self.queue.len() as u64 + u64::from(self.num_parked) >= config.max_queued.into() {
             return Err(Reject::QueueFull {
@@ -543,7 +541,7 @@ impl Scheduler {
         self.steps.len() as u32
     }
 
-    /// Blocks held by a table.
+    /// Blocks held by a table, or pinned.
     pub fn num_held_blocks(&self) -> u32 {
         self.kv.pool.num_blocks() - self.kv.num_available()
     }

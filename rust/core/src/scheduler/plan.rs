@@ -1,5 +1,6 @@
 //! `plan`: decodes first, then one walk over prefills, then the rows are written.
 
+use super::window::release_unseen;
 use super::write::size_of;
 use super::{Drafts, Planned, Scheduler};
 use crate::cost::Size;
@@ -126,24 +127,28 @@ impl Scheduler {
             let resident = *self.residents.get(next);
             next += 1;
             let (handle, slot) = (resident.handle, resident.handle.slot());
-            // Most that are not plain only need a block: if there is one, that is looked up once.
+            // Most that are not plain only need a block, or have one behind their window: that is looked up once.
             if all_run
                 && !PREFILLS_WENT_FIRST
-                && self.config.window == 0
                 && let Some(sequence) = self.arena.get_mut(handle)
                 && let Some(seat) = sequence.seat_of_plain()
                 && sequence.max_output_in_flight() < sequence.max_output
-                && let num_blocks = sequence.num_planned / self.config.block_size + 1
-                && self.kv.try_reserve(seat, num_blocks).is_some()
             {
-                let row = sequence.decode(handle, serial);
-                row_seat[num_rows] = seat.0 as i32;
-                row_start[num_rows] = row.end as i32 - 1;
-                self.pass.max_context = self.pass.max_context.max(row.end);
-                self.pass.grown.push(slot);
-                rows[num_rows] = row;
-                num_rows += 1;
-                continue;
+                let start = sequence.num_planned;
+                if self.config.window > 0 {
+                    release_unseen(&mut self.kv, &self.config, &mut self.tally, seat, start);
+                }
+                let num_blocks = start / self.config.block_size + 1;
+                if self.kv.try_reserve(seat, num_blocks).is_some() {
+                    let row = sequence.decode(handle, serial);
+                    row_seat[num_rows] = seat.0 as i32;
+                    row_start[num_rows] = start as i32;
+                    self.pass.max_context = self.pass.max_context.max(row.end);
+                    self.pass.grown.push(slot);
+                    rows[num_rows] = row;
+                    num_rows += 1;
+                    continue;
+                }
             }
             let is_out = resident.has_left() || PREFILLS_WENT_FIRST && self.has_prefill(slot);
             if !is_out

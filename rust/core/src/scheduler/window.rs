@@ -4,28 +4,25 @@
 //! computes all its tokens again, but for what the prefix cache still has: there the blocks of one window are enough.
 
 use super::Scheduler;
+use crate::config::Config;
 use crate::ids::{BlockId, Seat, Slot};
+use crate::kv::Kv;
+use crate::record::StepRecord;
 
 impl Scheduler {
     /// Gives back blocks of `slot` that a row from position `start` on does not see.
     #[inline]
     pub(super) fn release_behind(&mut self, slot: Slot, seat: Seat, start: u32) {
-        if self.config.window > 0 {
-            self.release_unseen(slot, seat, start);
+        if self.config.window == 0 {
+            return;
         }
-    }
-
-    fn release_unseen(&mut self, slot: Slot, seat: Seat, start: u32) {
         let sequence = &self.arena[slot];
         // Behind drafts that are rejected the next row starts sooner.
         let start = match sequence.num_draft_rows_in_flight {
             0 => start,
             _ => sequence.num_computed,
         };
-        let end = self.config.num_blocks_behind(start);
-        if end > self.kv.num_behind(seat) {
-            self.tally.num_window_blocks += i64::from(self.kv.release_first(seat, end));
-        }
+        release_unseen(&mut self.kv, &self.config, &mut self.tally, seat, start);
     }
 
     /// Blocks that the known tokens of `slot` still need, beside those that it holds.
@@ -77,5 +74,19 @@ impl Scheduler {
         let behind = (held..start).map(|_| BlockId(0));
         self.pass.hits.extend(behind);
         self.pass.hits.reverse();
+    }
+}
+
+/// Gives back blocks of `seat` that no row from position `start` on sees, and counts them.
+pub(super) fn release_unseen(
+    kv: &mut Kv,
+    config: &Config,
+    tally: &mut StepRecord,
+    seat: Seat,
+    start: u32,
+) {
+    let end = config.num_blocks_behind(start);
+    if end > kv.num_behind(seat) {
+        tally.num_window_blocks += i64::from(kv.release_first(seat, end));
     }
 }
