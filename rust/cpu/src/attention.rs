@@ -294,12 +294,13 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
     let mut tile = Tile::at(a, a.table, keys.clone());
     while tile.len() > 0 {
         let next = Tile::at(a, a.table, tile.to..keys.end);
-        let mut ahead = match a.next {
+        let (unit, asked) = match a.next {
             Some((unit, table)) if next.len() == 0 => {
-                Ahead::new(a, &unit, Tile::at(a, table, unit.keys(a.options)))
+                (unit, Tile::at(a, table, unit.keys(a.options)))
             }
-            _ => Ahead::new(a, &a.unit, next),
+            _ => (a.unit, next),
         };
+        let mut ahead = Ahead::new(a, &unit, &asked);
         for index in 0..a.unit.num_kv_heads {
             let w = Work::of(a, scratch, index);
             if a.unit.num_queries == 1 {
@@ -356,8 +357,8 @@ impl Tile {
 
 /// What is asked of memory while a tile is computed: the next tile's K and V, or those of the next unit's first tile, whole
 /// tokens in order, a little at a time and evenly, for memory is the bottleneck and must never wait for the next question.
-struct Ahead {
-    tile: Tile,
+struct Ahead<'t> {
+    tile: &'t Tile,
     keys: *const u8,
     values: *const u8,
     /// Lines of a token, in K or in V.
@@ -366,10 +367,10 @@ struct Ahead {
     line: usize,
 }
 
-impl Ahead {
+impl Ahead<'_> {
     /// A tile of a unit.
     #[inline(always)]
-    fn new(a: &Attend<'_>, unit: &Unit, tile: Tile) -> Ahead {
+    fn new<'t>(a: &Attend<'_>, unit: &Unit, tile: &'t Tile) -> Ahead<'t> {
         let head_bytes = a.format.head_bytes(a.heads.head_dim);
         let first = unit.kv_head * head_bytes;
         Ahead {

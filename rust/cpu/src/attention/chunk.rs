@@ -15,7 +15,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     a: &Attend<'_>,
     w: &Work,
     tile: &Tile,
-    ahead: &mut Ahead,
+    ahead: &mut Ahead<'_>,
 ) {
     gather::<S, E>(w.first(a.keys, a.format), w.keys, w.dim, tile);
     gather::<S, E>(w.first(a.values, a.format), w.values, w.dim, tile);
@@ -69,7 +69,7 @@ unsafe fn gather<S: Simd, E: Stored>(from: *const E, to: *mut f32, dim: usize, t
 
 /// Turns scores into weights, and rescales what was summed.
 #[inline(always)]
-unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, tile: &Tile, ahead: &mut Ahead) {
+unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, tile: &Tile, ahead: &mut Ahead<'_>) {
     let n = tile.len();
     if let Some(cap) = a.options.softcap {
         let cap = S::splat(cap);

@@ -14,7 +14,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     a: &Attend<'_>,
     w: &Work,
     tile: &Tile,
-    ahead: &mut Ahead,
+    ahead: &mut Ahead<'_>,
 ) {
     let n = tile.len();
     // Once for each key's score, and once for its V.
@@ -177,7 +177,7 @@ unsafe fn weigh<S: Simd, E: Stored, const R: usize>(
     row: usize,
     values: *const E,
     tile: &Tile,
-    ahead: &mut Ahead,
+    ahead: &mut Ahead<'_>,
     num_lines: usize,
 ) {
     let mut d = 0;
@@ -217,7 +217,7 @@ unsafe fn weigh_columns<S: Simd, E: Stored, const R: usize, const N: usize>(
     column: usize,
     values: *const E,
     tile: &Tile,
-    ahead: &mut Ahead,
+    ahead: &mut Ahead<'_>,
     num_lines: usize,
 ) {
     let to = w.sums.add(row * w.dim + column);
