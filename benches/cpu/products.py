@@ -1,12 +1,12 @@
 """Products with packed weights: noria-cpu against torch, in turns, weights cold.
 
 A forward's linear maps in SmolLM2-135M's shapes, one after another, so that each comes from memory: 30 layers
-of qkv, output, gate and up, down; and the head. Each round times every way once. Of each map the least of all
-rounds counts, as other work on the machine only adds; torch runs oneDNN with weights packed at load where it
-can.
+of qkv, output, gate and up, down; and the head. Each round times every way once, and medians over rounds
+count; torch runs oneDNN with weights packed at load where it can.
 
-The limit is max(bytes of weights / measured bandwidth, operations / measured rate), the best that was
-measured between rounds; int8's time includes rounding its inputs.
+The limit is max(bytes of weights / measured bandwidth, operations / measured rate), measured just before and
+just after each run, as what a shared machine gives changes from one moment to the next; int8's time includes
+rounding its inputs.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", default="1,4,8,16,32,64,256", help="numbers of rows")
     parser.add_argument("--storages", default="float32,bfloat16,int8", help="how noria-cpu keeps weights")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     arguments = parser.parse_args()
@@ -48,31 +48,39 @@ def main() -> None:
     for storage in storages:
         ways[storage] = our_products(storage, arguments.layers, arguments.vocab, max(rows))
     num_weights = sum(out * columns for out, columns in shapes(arguments.layers, arguments.vocab))
-    limits = Limits(num_threads)
-    print(f"ms of all products, least of {arguments.rounds} rounds; x: torch over noria-cpu; %: of the limit")
-    print("rows   torch  " + "  ".join(f"{storage:>22}" for storage in storages))
+    print(
+        f"ms of all products, median of {arguments.rounds} rounds; x: torch over noria-cpu; %: of the limit"
+    )
+    print("rows    torch  " + "  ".join(f"{storage:>34}" for storage in storages))
     for count in rows:
-        seconds = least(ways, count, arguments.rounds, limits)
+        seconds, limits = in_turns(ways, count, arguments.rounds, num_threads)
         cells = []
         for storage in storages:
-            limit = limits.seconds(storage, num_weights * BYTES[storage], 2 * num_weights * count)
-            ours = seconds[storage]
-            cells.append(f"{ours * 1e3:8.1f} {seconds['torch'] / ours:5.2f} x {limit / ours:4.0%}")
-        print(f"{count:4} {seconds['torch'] * 1e3:8.1f}  " + "  ".join(cells), flush=True)
-    print(f"limits: {limits}")
+            num_bytes, num_operations = num_weights * BYTES[storage], 2 * num_weights * count
+            least = [limit.seconds(storage, num_bytes, num_operations) for limit in limits[storage]]
+            # A run has a look at the limit on either side.
+            shares = (np.array(least[::2]) + np.array(least[1::2])) / 2 / seconds[storage]
+            low, share, high = np.percentile(shares, [10, 50, 90])
+            ours = np.median(seconds[storage])
+            ratio = np.median(seconds["torch"] / seconds[storage])
+            cells.append(f"{ours * 1e3:8.1f} {ratio:5.2f} x {share:4.0%} ({low:4.0%} to {high:4.0%})")
+        print(f"{count:4} {np.median(seconds['torch']) * 1e3:8.1f}  " + "  ".join(cells), flush=True)
 
 
-def least(
-    ways: dict[str, Callable[[int], Seconds]], count: int, num_rounds: int, limits: Limits
-) -> dict[str, float]:
-    """Seconds of all maps, each in its best round."""
-    best: dict[str, Seconds] = {}
+def in_turns(
+    ways: dict[str, Callable[[int], Seconds]], count: int, num_rounds: int, num_threads: int
+) -> tuple[dict[str, Seconds], dict[str, list[Limits]]]:
+    """Seconds of all maps `[num_rounds]`, and what the machine gave before and after each of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    limits: dict[str, list[Limits]] = {name: [] for name in ways}
+    before = Limits.now(num_threads)
     for _ in range(num_rounds):
         for name, run in ways.items():
-            seconds = run(count)
-            best[name] = np.minimum(best.get(name, seconds), seconds)
-        limits.measure()
-    return {name: float(seconds.sum()) for name, seconds in best.items()}
+            seconds[name].append(float(run(count).sum()))
+            after = Limits.now(num_threads)
+            limits[name] += [before, after]
+            before = after
+    return {name: np.array(taken) for name, taken in seconds.items()}, limits
 
 
 def torch_products(num_layers: int, vocab: int) -> Callable[[int], Seconds]:
@@ -117,7 +125,8 @@ def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Ca
             row_seats=np.zeros(1, dtype=np.int64),
             block_tables=np.zeros((1, 1), dtype=np.int32),
             logits_indices=ids,
-            kv=np.zeros((1, 2, 1, 1, 1, 1), dtype=np.float32),
+            kv=np.zeros((1, 2, 1, 1, 1, 4), dtype=np.uint8),
+            kv_dtype="float32",
             logits=np.empty((count, vocab), dtype=np.float32),
         )
         pairs = zip(program.stage_ns, before, strict=True)

@@ -126,6 +126,15 @@ class Limits:
         for name, measured in (("float32", measure_fma), ("int8", measure_int8)):
             self.rates[name] = max(self.rates[name], measured(0.05, self.num_threads) * 1e9)
 
+    @classmethod
+    def now(cls, num_threads: int) -> "Limits":
+        """A short look, for what runs beside it: this machine's CPUs may be another's at times."""
+        rates = {
+            "float32": measure_fma(0.005, num_threads) * 1e9,
+            "int8": measure_int8(0.005, num_threads) * 1e9,
+        }
+        return cls(num_threads, measure_bandwidth(0.02, num_threads) * 1e9, rates)
+
     def seconds(self, storage: str, num_bytes: float, num_operations: float) -> float:
         """The least time of so many bytes and operations."""
         rate = self.rates["int8" if storage == "int8" else "float32"]
