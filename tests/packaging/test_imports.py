@@ -18,6 +18,7 @@ DRIVERS = {
     "bench/peers/drive_noria.py",
     "bench/peers/drive_transformers.py",
     "bench/peers/drive_vllm.py",
+    "bench/peers/drive_vllm_scheduler.py",
 }
 """Scripts that each run in a peer's own environment, with their folder as the path."""
 

@@ -42,7 +42,7 @@ def cases(
         str | None, Parameter(help="Runs cases A to D with this model too, through LLM: a path, or smollm2.")
     ] = None,
 ) -> None:
-    """Cases in which a scheduler under pressure goes wrong, beside what vLLM's scheduler does with the same.
+    """Cases in which a scheduler under pressure goes wrong, beside what vLLM's does.
 
     Where NORIA_PEERS names vLLM's environment (vllm=/its/python), its own scheduler runs the same scripts
     there, in a minute or two; else its figures are stored ones, and the table says so. No model runs unless

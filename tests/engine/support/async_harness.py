@@ -39,9 +39,9 @@ def run_engine(directory: Path, use: Use, *, is_dead: bool = False, **options: A
 
 
 async def idle(engine: AsyncEngine) -> None:
-    """Waits until nothing runs any more."""
+    """Waits until nothing runs any more, nor a step that was planned before the last answer's end."""
     async with asyncio.timeout(120):
-        while engine._desk.outputs:
+        while engine._desk.outputs or engine._assembly.engine.has_work:
             await engine.stats()
 
 
