@@ -55,6 +55,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     }
     let mut r = 0;
     while r < w.num_rows {
+        let num_lines = if r == 0 { num_lines } else { 0 };
         match w.num_rows - r {
             1 => weigh::<S, E, 1>(w, r, values, tile, ahead, num_lines),
             2 => weigh::<S, E, 2>(w, r, values, tile, ahead, num_lines),
@@ -180,23 +181,25 @@ unsafe fn weigh<S: Simd, E: Stored, const R: usize>(
     ahead: &mut Ahead<'_>,
     num_lines: usize,
 ) {
+    // The first columns ask for all of them.
+    let lines_at = |d: usize| if d == 0 { num_lines } else { 0 };
     let mut d = 0;
     // With 16 registers, sums of more columns would leave none to expand V in.
     let num_vectors = if S::NUM_REGISTERS > 16 { 4 } else { 3 };
     while d + num_vectors * S::LANES <= w.dim {
         if S::NUM_REGISTERS > 16 {
-            weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, num_lines);
+            weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, lines_at(d));
         } else {
-            weigh_columns::<S, E, R, 3>(w, row, d, values, tile, ahead, num_lines);
+            weigh_columns::<S, E, R, 3>(w, row, d, values, tile, ahead, lines_at(d));
         }
         d += num_vectors * S::LANES;
     }
     while d + 2 * S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 2>(w, row, d, values, tile, ahead, num_lines);
+        weigh_columns::<S, E, R, 2>(w, row, d, values, tile, ahead, lines_at(d));
         d += 2 * S::LANES;
     }
     while d + S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 1>(w, row, d, values, tile, ahead, num_lines);
+        weigh_columns::<S, E, R, 1>(w, row, d, values, tile, ahead, lines_at(d));
         d += S::LANES;
     }
     for r in row..row + R {
