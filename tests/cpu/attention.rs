@@ -363,6 +363,79 @@ fn a_row_has_the_same_bits_alone_and_beside_any_others() {
     }
 }
 
+#[test]
+fn a_token_has_the_same_bits_alone_and_in_any_chunk() {
+    let heads = Heads {
+        num_heads: 6,
+        num_kv_heads: 2,
+        head_dim: 20, // whole vectors and a rest
+    };
+    let num_tokens = 1100;
+    let whole = Batch::new(heads, 16, vec![(0, num_tokens)], 5);
+    let width = 10 * 20;
+    // Alone, at the edges of tiles and ranges; in short chunks across them; a chunk that leaves one query to its last unit.
+    let rows = [
+        (0, 1),
+        (3, 1),
+        (63, 1),
+        (64, 1),
+        (127, 3),
+        (511, 1),
+        (512, 1),
+        (500, 30),
+        (575, 129),
+        (900, 1),
+        (1023, 1),
+        (1024, 1),
+        (1020, 65),
+        (1099, 1),
+    ];
+    let mut parts = Batch::new(heads, 16, rows.to_vec(), 6);
+    parts.qkv.clear();
+    for (row, &(start, count)) in rows.iter().enumerate() {
+        let tokens = start * width..(start + count) * width;
+        parts.qkv.extend_from_slice(&whole.qkv[tokens]);
+        let earlier = |part: usize| {
+            let heads = (0..start).flat_map(|token| [(token, 0), (token, 1)]);
+            heads
+                .flat_map(|(token, head)| whole.new_head(token, part, head).to_vec())
+                .collect()
+        };
+        parts.earlier[row] = (earlier(0), earlier(1));
+    }
+    let out = 6 * 20;
+    for options in [
+        PLAIN,
+        AttentionOptions {
+            window: Some(77),
+            softcap: Some(3.0),
+            ..PLAIN
+        },
+        AttentionOptions {
+            window: Some(600),
+            ..PLAIN
+        },
+    ] {
+        for (isa, format) in isas()
+            .into_iter()
+            .flat_map(|isa| FORMATS.map(|format| (isa, format)))
+        {
+            let together = whole.run(isa, format, options, 2);
+            let cut = parts.run(isa, format, options, 2);
+            let mut first = 0;
+            for &(start, count) in &rows {
+                assert_eq!(
+                    cut[first * out..(first + count) * out],
+                    together[start * out..(start + count) * out],
+                    "{} {format:?} {options:?}: {count} from {start}",
+                    isa.name()
+                );
+                first += count;
+            }
+        }
+    }
+}
+
 /// What rounding K and V can do: a score moves by at most `ε = scale · Σ|q| · |K's error|`, so a weight by a factor of
 /// e^2ε, and a sum of V by its own error besides.
 #[test]

@@ -2,10 +2,11 @@
 //!
 //! The unit of work is some queries of one row, with one KV head and a range of the row's keys. All query heads of a
 //! KV head are attended together, so each key is read once for all of them. Keys go by in tiles of 64 with a running
-//! softmax; a tile begins at a multiple of 64, wherever the query is, so what a query gets depends on its row alone.
-//! `decode` has the tiles of one query, and `chunk` those of several.
+//! softmax; tiles end at multiples of 64 and ranges at multiples of 512, wherever the query is. Both kernels add up in one
+//! order, `decode` with one query and `chunk` with several, so what a query gets depends on its keys alone: the same bits
+//! in any chunk, beside any others.
 //!
-//! A long row is cut in ranges of keys: the last worker to finish one of them combines the parts, always in order.
+//! A long row that decodes is cut in ranges of keys: the last worker to finish one of them combines them, in order.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "kernels: their one contract is that the step was checked against the sizes of cache and buffers"
@@ -28,7 +29,7 @@ pub(crate) const TILE: usize = 64;
 const MAX_ROWS: usize = 192;
 /// Rows that lie side by side fill whole vectors of any instruction set.
 const ROW_STEP: usize = 16;
-/// Keys of a range: a row with more is shared among workers.
+/// Keys of a range, which is summed by itself: a row that decodes with more is shared among workers.
 pub(crate) const RANGE: usize = 512;
 
 /// How attention looks at keys.
@@ -131,14 +132,14 @@ impl Scratch {
 /// Offsets in a worker's scratch, in numbers.
 #[derive(Clone, Copy)]
 struct Layout {
+    /// Rows that there is room for.
+    rows: usize,
     queries: usize,
     sums: usize,
+    whole: usize,
     scores: usize,
     keys: usize,
     values: usize,
-    scales: usize,
-    maxima: usize,
-    totals: usize,
     keeps: usize,
     size: usize,
 }
@@ -150,22 +151,19 @@ impl Layout {
             .max(heads.num_heads)
             .next_multiple_of(ROW_STEP);
         let sums = rows * dim;
-        let scores = sums + rows * dim;
+        let whole = sums + rows * (dim + 2);
+        let scores = whole + rows * (dim + 2);
         let keys = scores + rows * TILE;
         let values = keys + dim * TILE;
-        let scales = values + dim * TILE;
-        let maxima = scales + TILE;
-        let totals = maxima + rows;
-        let keeps = totals + rows;
+        let keeps = values + dim * TILE;
         Layout {
+            rows,
             queries: 0,
             sums,
+            whole,
             scores,
             keys,
             values,
-            scales,
-            maxima,
-            totals,
             keeps,
             size: keeps + rows,
         }
@@ -219,14 +217,85 @@ struct Work {
     group: usize,
     dim: usize,
     queries: *mut f32,
-    sums: *mut f32,
+    /// Of the range.
+    sums: Sums,
+    /// Of the ranges before, where the unit has several.
+    whole: Sums,
     scores: *mut f32,
     keys: *mut f32,
     values: *mut f32,
-    scales: *mut f32,
-    maxima: *mut f32,
-    totals: *mut f32,
     keeps: *mut f32,
+}
+
+/// What rows have summed up so far.
+#[derive(Clone, Copy)]
+struct Sums {
+    /// `[rows, dim]`: V, weighted.
+    weighted: *mut f32,
+    /// `[rows]`: the largest score.
+    maxima: *mut f32,
+    /// `[rows]`: of weights, the largest being 1.
+    totals: *mut f32,
+}
+
+impl Sums {
+    /// Rows from `first` on, of all that lie at a place.
+    unsafe fn at(place: *mut f32, num_rows: usize, dim: usize, first: usize) -> Sums {
+        let maxima = place.add(num_rows * dim);
+        Sums {
+            weighted: place.add(first * dim),
+            maxima: maxima.add(first),
+            totals: maxima.add(num_rows + first),
+        }
+    }
+
+    unsafe fn of(&self, row: usize, dim: usize) -> *mut f32 {
+        self.weighted.add(row * dim)
+    }
+
+    unsafe fn clear(&self, num_rows: usize, dim: usize) {
+        for i in 0..num_rows * dim {
+            *self.weighted.add(i) = 0.0;
+        }
+        for r in 0..num_rows {
+            *self.maxima.add(r) = f32::NEG_INFINITY;
+            *self.totals.add(r) = 0.0;
+        }
+    }
+
+    /// Keeps a share of a row's weighted sums, for its largest score has grown.
+    #[inline(always)]
+    unsafe fn keep(&self, row: usize, dim: usize, share: f32) {
+        if share < 1.0 {
+            let weighted = self.of(row, dim);
+            for d in 0..dim {
+                *weighted.add(d) *= share;
+            }
+        }
+    }
+
+    /// Adds a range's sums of one row: its weighted V, its largest score, its total.
+    #[inline(always)]
+    unsafe fn add_range<S: Simd>(
+        &self,
+        row: usize,
+        dim: usize,
+        (weighted, maximum, total): (*const f32, f32, f32),
+    ) {
+        if maximum == f32::NEG_INFINITY {
+            return; // outside of the window
+        }
+        let old = *self.maxima.add(row);
+        let new = old.max(maximum);
+        let share_of = |of: f32| S::largest(S::exp(S::splat(of - new)));
+        let (keep, share) = (share_of(old), share_of(maximum));
+        let (sums, sum) = (self.of(row, dim), self.totals.add(row));
+        for d in 0..dim {
+            *sums.add(d) = *sums.add(d) * keep + *weighted.add(d) * share;
+        }
+        *sum = *sum * keep + total * share;
+        *self.maxima.add(row) = new;
+    }
 }
 
 impl Work {
@@ -243,13 +312,11 @@ impl Work {
             group,
             dim,
             queries: scratch.add(layout.queries + first * dim),
-            sums: scratch.add(layout.sums + first * dim),
+            sums: Sums::at(scratch.add(layout.sums), layout.rows, dim, first),
+            whole: Sums::at(scratch.add(layout.whole), layout.rows, dim, first),
             scores: scratch.add(layout.scores),
             keys: scratch.add(layout.keys),
             values: scratch.add(layout.values),
-            scales: scratch.add(layout.scales),
-            maxima: scratch.add(layout.maxima + first),
-            totals: scratch.add(layout.totals + first),
             keeps: scratch.add(layout.keeps + first),
         }
     }
@@ -274,13 +341,23 @@ impl Work {
             for d in 0..self.dim {
                 let query = *from.add(d) * a.options.scale;
                 *self.queries.add(r * row_step + d * dim_step) = query;
-                *self.sums.add(r * self.dim + d) = 0.0;
             }
         }
-        for r in 0..self.num_rows {
-            *self.maxima.add(r) = f32::NEG_INFINITY;
-            *self.totals.add(r) = 0.0;
+        self.sums.clear(self.num_rows, self.dim);
+        if a.unit.part.is_some() || a.unit.keys_to > RANGE {
+            self.whole.clear(self.num_rows, self.dim);
         }
+    }
+
+    /// Takes the range's sums to those of the ranges before.
+    #[inline(always)]
+    unsafe fn end_range<S: Simd>(&self) {
+        for r in 0..self.num_rows {
+            let (maximum, total) = (*self.sums.maxima.add(r), *self.sums.totals.add(r));
+            let range = (self.sums.of(r, self.dim).cast_const(), maximum, total);
+            self.whole.add_range::<S>(r, self.dim, range);
+        }
+        self.sums.clear(self.num_rows, self.dim);
     }
 }
 
@@ -291,6 +368,7 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
         Work::of(a, scratch, index).begin(a);
     }
     let keys = a.unit.keys(a.options);
+    let sums_ranges = a.unit.part.is_none() && keys.end > RANGE;
     let mut tile = Tile::at(a, a.table, keys.clone());
     while tile.len() > 0 {
         let next = Tile::at(a, a.table, tile.to..keys.end);
@@ -309,10 +387,20 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
                 chunk::tile::<S, E>(a, &w, &tile, &mut ahead);
             }
         }
+        if sums_ranges && (next.len() == 0 || next.from % RANGE == 0) {
+            for index in 0..a.unit.num_kv_heads {
+                Work::of(a, scratch, index).end_range::<S>();
+            }
+        }
         tile = next;
     }
     for index in 0..a.unit.num_kv_heads {
-        finish(a, &Work::of(a, scratch, index));
+        let w = Work::of(a, scratch, index);
+        match a.unit.part {
+            Some(part) => finish_part::<S>(a, &w, part),
+            None if sums_ranges => write(a, &w, &w.whole),
+            None => write(a, &w, &w.sums),
+        }
     }
 }
 
@@ -352,6 +440,11 @@ impl Tile {
 
     fn len(&self) -> usize {
         self.to - self.from
+    }
+
+    /// Its first key's place where keys lie in lanes: any key has one lane, whatever the window hides before it.
+    fn place<S: Simd>(&self) -> usize {
+        self.from % S::LANES
     }
 }
 
@@ -406,23 +499,17 @@ impl Ahead<'_> {
     }
 }
 
-/// Writes the result of a whole unit, or a part's; the last part of a row combines them.
+/// Leaves a part's sums where the last part of a row combines them.
 #[inline(always)]
-unsafe fn finish(a: &Attend<'_>, w: &Work) {
-    let Some(part) = a.unit.part else {
-        for r in 0..w.num_rows {
-            write(a, w, r, *w.totals.add(r));
-        }
-        return;
-    };
+unsafe fn finish_part<S: Simd>(a: &Attend<'_>, w: &Work, part: Part) {
     let num_kv_heads = a.heads.num_kv_heads;
     let stride = w.dim + 2;
     let mine = a.parts.at(part.index * num_kv_heads + w.kv_head);
     for r in 0..w.num_rows {
         let to = mine.add(r * stride);
-        to.copy_from_nonoverlapping(w.sums.add(r * w.dim), w.dim);
-        *to.add(w.dim) = *w.maxima.add(r);
-        *to.add(w.dim + 1) = *w.totals.add(r);
+        to.copy_from_nonoverlapping(w.sums.of(r, w.dim), w.dim);
+        *to.add(w.dim) = *w.sums.maxima.add(r);
+        *to.add(w.dim + 1) = *w.sums.totals.add(r);
     }
     // What the others wrote is seen by whoever counts last.
     let done = &a.num_done[part.cut_row * num_kv_heads + w.kv_head];
@@ -430,40 +517,28 @@ unsafe fn finish(a: &Attend<'_>, w: &Work) {
         return;
     }
     done.store(0, Ordering::Relaxed); // for the next layer, which begins when this one is done
-    let parts = part.first..part.first + part.num_parts;
-    for r in 0..w.num_rows {
-        let at = |index: usize| a.parts.at(index * num_kv_heads + w.kv_head).add(r * stride);
-        let largest = parts
-            .clone()
-            .fold(f32::NEG_INFINITY, |m, index| m.max(*at(index).add(w.dim)));
-        let sums = w.sums.add(r * w.dim);
-        for d in 0..w.dim {
-            *sums.add(d) = 0.0;
+    for index in part.first..part.first + part.num_parts {
+        let theirs = a.parts.at(index * num_kv_heads + w.kv_head).cast_const();
+        for r in 0..w.num_rows {
+            let from = theirs.add(r * stride);
+            let range = (from, *from.add(w.dim), *from.add(w.dim + 1));
+            w.whole.add_range::<S>(r, w.dim, range);
         }
-        let mut total = 0.0;
-        for index in parts.clone() {
-            let from = at(index);
-            let maximum = *from.add(w.dim);
-            if maximum == f32::NEG_INFINITY {
-                continue; // outside of the window
-            }
-            let share = (maximum - largest).exp();
-            total += *from.add(w.dim + 1) * share;
-            for d in 0..w.dim {
-                *sums.add(d) += *from.add(d) * share;
-            }
-        }
-        write(a, w, r, total);
     }
+    write(a, w, &w.whole);
 }
 
-/// A row's sums over their total; zeros where nothing was seen.
+/// Writes rows' sums over their totals; zeros where nothing was seen.
 #[inline(always)]
-unsafe fn write(a: &Attend<'_>, w: &Work, row: usize, total: f32) {
-    let head = w.kv_head * w.group + row % w.group;
-    let to = a.out.at(a.unit.token + row / w.group).add(head * w.dim);
-    let share = if total == 0.0 { 0.0 } else { 1.0 / total };
-    for d in 0..w.dim {
-        *to.add(d) = *w.sums.add(row * w.dim + d) * share;
+unsafe fn write(a: &Attend<'_>, w: &Work, sums: &Sums) {
+    for r in 0..w.num_rows {
+        let head = w.kv_head * w.group + r % w.group;
+        let to = a.out.at(a.unit.token + r / w.group).add(head * w.dim);
+        let total = *sums.totals.add(r);
+        let share = if total == 0.0 { 0.0 } else { 1.0 / total };
+        let weighted = sums.of(r, w.dim);
+        for d in 0..w.dim {
+            *to.add(d) = *weighted.add(d) * share;
+        }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::{Ahead, Attend, Tile, Work};
 use crate::kv::Stored;
-use crate::simd::Simd;
+use crate::simd::{MAX_LANES, Simd};
 use crate::tile::Product;
 
 /// # Safety
@@ -39,7 +39,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
         w: w.values.cast_const(),
         w_stride: w.dim,
         num_in: tile.len(),
-        out: w.sums,
+        out: w.sums.weighted,
         out_stride: w.dim,
         adds: true,
         ..scores
@@ -83,7 +83,7 @@ unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, tile: &Tile, ahead: &mut Ah
     for column in (0..w.row_stride).step_by(S::LANES) {
         ahead.ask::<S>(num_lines);
         let scores = w.scores.add(column);
-        let old = S::load(w.maxima.add(column));
+        let old = S::load(w.sums.maxima.add(column));
         let mut new = old;
         for i in 0..n {
             new = S::max(new, S::load(scores.add(i * w.row_stride)));
@@ -92,28 +92,42 @@ unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, tile: &Tile, ahead: &mut Ah
             let score = scores.add(i * w.row_stride);
             S::store(score, S::exp(S::sub(S::load(score), new)));
         }
-        S::store(w.maxima.add(column), new);
+        S::store(w.sums.maxima.add(column), new);
         // Where nothing was seen before, sums and total are 0, whatever they are multiplied by.
         S::store(w.keeps.add(column), S::exp(S::sub(old, new)));
     }
     hide(a, w, tile, 0.0);
     for column in (0..w.row_stride).step_by(S::LANES) {
-        let mut sum = S::splat(0.0);
-        for i in 0..n {
-            sum = S::add(sum, S::load(w.scores.add(i * w.row_stride + column)));
-        }
-        let (total, keep) = (w.totals.add(column), S::load(w.keeps.add(column)));
+        let total = w.sums.totals.add(column);
+        let keep = S::load(w.keeps.add(column));
+        let sum = sum_of_keys::<S>(w, tile, column);
         S::store(total, S::fma(S::load(total), keep, sum));
     }
     for r in 0..w.num_rows {
-        let keep = *w.keeps.add(r);
-        if keep < 1.0 {
-            let sums = w.sums.add(r * w.dim);
-            for d in 0..w.dim {
-                *sums.add(d) *= keep;
-            }
+        w.sums.keep(r, w.dim, *w.keeps.add(r));
+    }
+}
+
+/// Some rows' weights added up, in the order of one query's, whose keys lie in lanes: each lane's by itself, then halves.
+#[inline(always)]
+unsafe fn sum_of_keys<S: Simd>(w: &Work, tile: &Tile, column: usize) -> S::V {
+    let mut lanes = [S::splat(0.0); MAX_LANES];
+    let skip = tile.place::<S>();
+    for lane in 0..S::LANES {
+        let first = (lane + S::LANES - skip) % S::LANES;
+        for i in (first..tile.len()).step_by(S::LANES) {
+            let weight = S::load(w.scores.add(i * w.row_stride + column));
+            lanes[lane] = S::add(lanes[lane], weight);
         }
     }
+    let mut half = S::LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] = S::add(lanes[lane], lanes[lane + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
 }
 
 /// Overwrites the scores of keys that rows do not see.

@@ -18,9 +18,12 @@ pub(crate) mod avx2;
 pub(crate) mod avx512;
 pub(crate) mod portable;
 
+/// The most lanes of a vector.
+pub(crate) const MAX_LANES: usize = 16;
+
 /// Vectors of `LANES` f32.
 pub(crate) trait Simd {
-    /// f32 in a vector.
+    /// f32 in a vector; a power of two.
     const LANES: usize;
     /// Vectors that fit in registers.
     const NUM_REGISTERS: usize;
@@ -48,10 +51,11 @@ pub(crate) trait Simd {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
+    /// The lower half of the lanes with the upper half, and so on with what that leaves.
     unsafe fn sum(x: Self::V) -> f32;
-    /// The sums of four vectors.
-    unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
+    /// Eight vectors as columns: lane `l` of vector `j` goes to `to[l * stride + j]`.
+    unsafe fn turn(x: [Self::V; 8], to: *mut f32, stride: usize);
     /// Asks for a cache line, for the second level.
     unsafe fn prefetch(at: *const u8);
 
