@@ -140,6 +140,7 @@ struct Layout {
     scores: usize,
     keys: usize,
     values: usize,
+    scales: usize,
     keeps: usize,
     size: usize,
 }
@@ -155,7 +156,8 @@ impl Layout {
         let scores = whole + rows * (dim + 2);
         let keys = scores + rows * TILE;
         let values = keys + dim * TILE;
-        let keeps = values + dim * TILE;
+        let scales = values + dim * TILE;
+        let keeps = scales + TILE;
         Layout {
             rows,
             queries: 0,
@@ -164,6 +166,7 @@ impl Layout {
             scores,
             keys,
             values,
+            scales,
             keeps,
             size: keeps + rows,
         }
@@ -224,6 +227,7 @@ struct Work {
     scores: *mut f32,
     keys: *mut f32,
     values: *mut f32,
+    scales: *mut f32,
     keeps: *mut f32,
 }
 
@@ -317,6 +321,7 @@ impl Work {
             scores: scratch.add(layout.scores),
             keys: scratch.add(layout.keys),
             values: scratch.add(layout.values),
+            scales: scratch.add(layout.scales),
             keeps: scratch.add(layout.keeps + first),
         }
     }
@@ -329,18 +334,12 @@ impl Work {
 
     /// Takes the queries, scaled; nothing is summed yet.
     unsafe fn begin(&self, a: &Attend<'_>) {
-        // A chunk's queries lie dimension by dimension.
-        let (row_step, dim_step) = if a.unit.num_queries == 1 {
-            (self.dim, 1)
-        } else {
-            (1, self.row_stride)
-        };
         for r in 0..self.num_rows {
             let head = self.kv_head * self.group + r % self.group;
             let from = a.qkv.at(a.unit.token + r / self.group).add(head * self.dim);
             for d in 0..self.dim {
                 let query = *from.add(d) * a.options.scale;
-                *self.queries.add(r * row_step + d * dim_step) = query;
+                *self.queries.add(r * self.dim + d) = query;
             }
         }
         self.sums.clear(self.num_rows, self.dim);

@@ -18,7 +18,6 @@ pub(crate) struct Kernels {
     pub(crate) panel: unsafe fn(&Panel),
     /// Multiplies some rows with some columns.
     pub(crate) block: unsafe fn(&Product<f32>, usize, usize),
-    pub(crate) block_turned: unsafe fn(&Product<f32>, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
     /// Stores heads of a token, each of so many numbers, in the cache.
@@ -49,7 +48,6 @@ macro_rules! kernels {
                 lanes: S::LANES,
                 panel,
                 block,
-                block_turned,
                 attend,
                 store,
                 rms_norm,
@@ -74,12 +72,7 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn block(product: &Product<f32>, num_rows: usize, num_columns: usize) {
                 // SAFETY: as above.
-                unsafe { tile::block::<S, false>(*product, num_rows, num_columns) }
-            }
-            $(#[target_feature(enable = $features)])?
-            unsafe fn block_turned(product: &Product<f32>, num_rows: usize, num_columns: usize) {
-                // SAFETY: as above.
-                unsafe { tile::block::<S, true>(*product, num_rows, num_columns) }
+                unsafe { tile::block::<S>(*product, num_rows, num_columns) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {

@@ -152,13 +152,9 @@ pub(crate) unsafe fn rows<S: Simd, E: Element, const N: usize, const TURNED: boo
     }
 }
 
-/// Any numbers of rows and columns.
+/// Any numbers of rows and columns, `x` turned.
 #[inline(always)]
-pub(crate) unsafe fn block<S: Simd, const TURNED: bool>(
-    t: Product<f32>,
-    num_rows: usize,
-    num_columns: usize,
-) {
+pub(crate) unsafe fn block<S: Simd>(t: Product<f32>, num_rows: usize, num_columns: usize) {
     let mut column = 0;
     let from = |column: usize| Product {
         w: t.w.add(column),
@@ -166,11 +162,11 @@ pub(crate) unsafe fn block<S: Simd, const TURNED: bool>(
         ..t
     };
     while column + 2 * S::LANES <= num_columns {
-        rows::<S, f32, 2, TURNED>(from(column), num_rows);
+        rows::<S, f32, 2, true>(from(column), num_rows);
         column += 2 * S::LANES;
     }
     if column + S::LANES <= num_columns {
-        rows::<S, f32, 1, TURNED>(from(column), num_rows);
+        rows::<S, f32, 1, true>(from(column), num_rows);
         column += S::LANES;
     }
     for row in 0..num_rows {
@@ -178,12 +174,7 @@ pub(crate) unsafe fn block<S: Simd, const TURNED: bool>(
             let out = t.out.add(row * t.out_stride + column);
             let mut sum = if t.adds { *out } else { 0.0 };
             for p in 0..t.num_in {
-                let place = if TURNED {
-                    p * t.x_stride + row
-                } else {
-                    row * t.x_stride + p
-                };
-                sum += *t.x.add(place) * *t.w.add(p * t.w_stride + column);
+                sum += *t.x.add(p * t.x_stride + row) * *t.w.add(p * t.w_stride + column);
             }
             *out = sum;
         }

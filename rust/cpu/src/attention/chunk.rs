@@ -1,12 +1,15 @@
 //! Several queries with a tile of keys: two products, with a softmax between.
 //!
-//! Scores lie key by key, with the rows (queries × heads) side by side: so K is read as it is stored, maxima and totals
-//! of rows are vectors, and what causality or the window hides from rows is a range of them.
+//! Scores lie key by key, with the rows (queries × heads) side by side: so maxima and totals of rows are vectors, and what
+//! causality or the window hides from rows is a range of them. A score is summed as one query's is: dimensions in lanes.
 
 use super::{Ahead, Attend, Tile, Work};
 use crate::kv::Stored;
 use crate::simd::{MAX_LANES, Simd};
 use crate::tile::Product;
+
+/// Rows that are scored together.
+const ROWS: usize = 4;
 
 /// # Safety
 /// As for `attend`; the unit has several queries.
@@ -17,22 +20,23 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     tile: &Tile,
     ahead: &mut Ahead<'_>,
 ) {
-    gather::<S, E>(w.first(a.keys, a.format), w.keys, w.dim, tile);
-    gather::<S, E>(w.first(a.values, a.format), w.values, w.dim, tile);
-    let scores = Product {
-        x: w.keys.cast_const(),
-        x_stride: w.dim,
-        w: w.queries.cast_const(),
-        w_stride: w.row_stride,
-        num_in: w.dim,
-        out: w.scores,
-        out_stride: w.row_stride,
-        adds: false,
-        next: std::ptr::null(),
-        next_bytes: 0,
-    };
-    (a.kernels.block)(&scores, tile.len(), w.row_stride);
+    gather::<S, E>(w.first(a.keys, a.format), w.keys, w.scales, w.dim, tile);
+    for row in (0..w.num_rows).step_by(ROWS) {
+        let mut key = 0;
+        while key < tile.len() {
+            match tile.len() - key {
+                1 => scores::<S, E, 1>(w, row, key),
+                2 => scores::<S, E, 2>(w, row, key),
+                _ => scores::<S, E, 3>(w, row, key),
+            }
+            key += 3;
+        }
+    }
     softmax::<S>(a, w, tile, ahead);
+    gather::<S, E>(w.first(a.values, a.format), w.values, w.scales, w.dim, tile);
+    if E::SCALE_BYTES > 0 {
+        scale_weights::<S>(w, tile);
+    }
     let sums = Product {
         x: w.scores.cast_const(),
         x_stride: w.row_stride,
@@ -42,27 +46,78 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
         out: w.sums.weighted,
         out_stride: w.dim,
         adds: true,
-        ..scores
+        next: std::ptr::null(),
+        next_bytes: 0,
     };
-    (a.kernels.block_turned)(&sums, w.num_rows, w.dim);
+    (a.kernels.block)(&sums, w.num_rows, w.dim);
 }
 
-/// The heads of a tile's keys, or values, one after another.
+/// The heads of a tile's keys, or values, one after another, and their scales.
 #[inline(always)]
-unsafe fn gather<S: Simd, E: Stored>(from: *const E, to: *mut f32, dim: usize, tile: &Tile) {
+unsafe fn gather<S: Simd, E: Stored>(
+    from: *const E,
+    to: *mut f32,
+    scales: *mut f32,
+    dim: usize,
+    tile: &Tile,
+) {
     let num_whole = dim / S::LANES * S::LANES;
     for i in 0..tile.len() {
         let (head, to) = (from.byte_add(tile.offsets[i]), to.add(i * dim));
-        let scale = E::scale(head);
+        *scales.add(i) = E::scale(head);
         for d in (0..num_whole).step_by(S::LANES) {
-            let mut numbers = E::load::<S>(head.add(d));
-            if E::SCALE_BYTES > 0 {
-                numbers = S::mul(numbers, S::splat(scale));
-            }
-            S::store(to.add(d), numbers);
+            S::store(to.add(d), E::load::<S>(head.add(d)));
         }
         for d in num_whole..dim {
-            *to.add(d) = (*head.add(d)).get() * scale;
+            *to.add(d) = (*head.add(d)).get();
+        }
+    }
+}
+
+/// Scores of four rows with some keys.
+#[inline(always)]
+unsafe fn scores<S: Simd, E: Stored, const K: usize>(w: &Work, row: usize, key: usize) {
+    let (queries, keys) = (w.queries.add(row * w.dim), w.keys.add(key * w.dim));
+    let mut sums = [[S::splat(0.0); ROWS]; K];
+    let num_whole = w.dim / S::LANES * S::LANES;
+    for d in (0..num_whole).step_by(S::LANES) {
+        let mut k = [S::splat(0.0); K];
+        for j in 0..K {
+            k[j] = S::load(keys.add(j * w.dim + d));
+        }
+        for r in 0..ROWS {
+            let q = S::load(queries.add(r * w.dim + d));
+            for j in 0..K {
+                sums[j][r] = S::fma(q, k[j], sums[j][r]);
+            }
+        }
+    }
+    for j in 0..K {
+        let mut totals = S::sums(sums[j]);
+        for d in num_whole..w.dim {
+            let k = *keys.add(j * w.dim + d);
+            for r in 0..ROWS {
+                totals[r] += *queries.add(r * w.dim + d) * k;
+            }
+        }
+        if E::SCALE_BYTES > 0 {
+            for r in 0..ROWS {
+                totals[r] *= *w.scales.add(key + j);
+            }
+        }
+        let to = w.scores.add((key + j) * w.row_stride + row);
+        to.cast::<[f32; ROWS]>().write_unaligned(totals);
+    }
+}
+
+/// Multiplies weights by the scales of the tile's V, whose numbers are then taken as they are.
+#[inline(always)]
+unsafe fn scale_weights<S: Simd>(w: &Work, tile: &Tile) {
+    for i in 0..tile.len() {
+        let scale = S::splat(*w.scales.add(i));
+        for column in (0..w.row_stride).step_by(S::LANES) {
+            let weights = w.scores.add(i * w.row_stride + column);
+            S::store(weights, S::mul(S::load(weights), scale));
         }
     }
 }

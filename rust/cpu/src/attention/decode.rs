@@ -1,13 +1,11 @@
 //! One query with a tile of keys: K and V are read where they lie, each key once for all heads of a group.
 
-use std::ops::Range;
-
 use super::{Ahead, Attend, TILE, Tile, Work};
 use crate::kv::Stored;
 use crate::simd::Simd;
 
-/// Keys that are turned together.
-const KEYS: usize = 8;
+/// Keys whose scores are computed side by side.
+const KEYS: usize = 4;
 
 /// # Safety
 /// As for `attend`; the unit has one query.
@@ -18,134 +16,92 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     tile: &Tile,
     ahead: &mut Ahead<'_>,
 ) {
-    // For each key once as it is turned, once as it is scored, and twice as its V is weighed.
-    let num_lines = ahead.lines_at_each(4 * tile.len() * a.unit.num_kv_heads);
+    let (place, n) = (tile.place::<S>(), tile.len());
+    // Once for each key's score, and once for its V.
+    let num_lines = ahead.lines_at_each(2 * n * a.unit.num_kv_heads);
+    let keys: *const E = w.first(a.keys, a.format);
     let values: *const E = w.first(a.values, a.format);
-    let num_places = tile.place::<S>() + tile.len();
-    for place in (0..num_places).step_by(4 * S::LANES) {
-        let end = num_places.min(place + 4 * S::LANES);
-        turn::<S, E>(a, w, tile, place..end, ahead, num_lines);
-        let mut row = 0;
-        while row < w.num_rows {
+    for i in (0..n).step_by(KEYS) {
+        let mut k = [keys; KEYS];
+        for j in 0..KEYS {
+            k[j] = keys.byte_add(tile.offsets[(i + j).min(n - 1)]);
+        }
+        ahead.ask::<S>(num_lines * KEYS);
+        let mut r = 0;
+        while r < w.num_rows {
             // What is left goes in threes; four as two and two, so that one of them does not wait for its own sums.
-            let count = match w.num_rows - row {
+            let count = match w.num_rows - r {
                 count @ 1..=3 => count,
                 4 => 2,
                 _ => 3,
             };
-            let num_lines = if row == 0 { num_lines } else { 0 };
             match count {
-                1 => scores::<S, 1>(w, row, place..end, ahead, num_lines),
-                2 => scores::<S, 2>(w, row, place..end, ahead, num_lines),
-                _ => scores::<S, 3>(w, row, place..end, ahead, num_lines),
+                1 => scores::<S, E, 1>(w, r, place + i, k),
+                2 => scores::<S, E, 2>(w, r, place + i, k),
+                _ => scores::<S, E, 3>(w, r, place + i, k),
             }
-            row += count;
+            r += count;
         }
     }
     for row in 0..w.num_rows {
         softmax::<S>(a, w, row, tile);
     }
-    let mut row = 0;
-    while row < w.num_rows {
-        let num_lines = if row == 0 { 2 * num_lines } else { 0 };
-        match w.num_rows - row {
-            1 => weigh::<S, E, 1>(w, row, values, tile, ahead, num_lines),
-            2 => weigh::<S, E, 2>(w, row, values, tile, ahead, num_lines),
-            _ => weigh::<S, E, 3>(w, row, values, tile, ahead, num_lines),
+    if E::SCALE_BYTES > 0 {
+        scale_weights::<S, E>(w, values, tile);
+    }
+    let mut r = 0;
+    while r < w.num_rows {
+        let num_lines = if r == 0 { num_lines } else { 0 };
+        match w.num_rows - r {
+            1 => weigh::<S, E, 1>(w, r, values, tile, ahead, num_lines),
+            2 => weigh::<S, E, 2>(w, r, values, tile, ahead, num_lines),
+            _ => weigh::<S, E, 3>(w, r, values, tile, ahead, num_lines),
         }
-        row += 3;
+        r += 3;
     }
 }
 
-/// Lays the keys of some places side by side, `[dim, 4 vectors]`: a score is then one chain of multiply-adds over the dimensions, as in a chunk,
-/// with keys in the lanes.
+/// Scores of some heads with four keys.
 #[inline(always)]
-unsafe fn turn<S: Simd, E: Stored>(
-    a: &Attend<'_>,
-    w: &Work,
-    tile: &Tile,
-    places: Range<usize>,
-    ahead: &mut Ahead<'_>,
-    num_lines: usize,
-) {
-    let keys: *const E = w.first(a.keys, a.format);
-    let (skip, n) = (tile.place::<S>(), tile.len());
-    let num_whole = w.dim / S::LANES * S::LANES;
-    let stride = 4 * S::LANES;
-    for place in places.clone().step_by(KEYS) {
-        ahead.ask::<S>(num_lines * KEYS);
-        let mut k = [keys; KEYS];
-        let mut scales = [1.0; KEYS];
-        for j in 0..KEYS {
-            // Places before the first key and behind the last are hidden later.
-            let key = (place + j).saturating_sub(skip).min(n - 1);
-            k[j] = keys.byte_add(tile.offsets[key]);
-            scales[j] = E::scale(k[j]);
-        }
-        let to = w.keys.add(place - places.start);
-        for d in (0..num_whole).step_by(S::LANES) {
-            let mut numbers = [S::splat(0.0); KEYS];
-            for j in 0..KEYS {
-                numbers[j] = E::load::<S>(k[j].add(d));
-                if E::SCALE_BYTES > 0 {
-                    numbers[j] = S::mul(numbers[j], S::splat(scales[j]));
-                }
-            }
-            S::turn(numbers, to.add(d * stride), stride);
-        }
-        for d in num_whole..w.dim {
-            for j in 0..KEYS {
-                *to.add(d * stride + j) = (*k[j].add(d)).get() * scales[j];
-            }
-        }
-    }
-}
-
-/// Scores of some heads with the keys that were turned.
-#[inline(always)]
-unsafe fn scores<S: Simd, const R: usize>(
-    w: &Work,
-    row: usize,
-    places: Range<usize>,
-    ahead: &mut Ahead<'_>,
-    num_lines: usize,
-) {
-    if places.len() > 2 * S::LANES {
-        scores_of::<S, R, 4>(w, row, places.start, ahead, num_lines);
-    } else {
-        scores_of::<S, R, 2>(w, row, places.start, ahead, num_lines);
-    }
-}
-
-#[inline(always)]
-unsafe fn scores_of<S: Simd, const R: usize, const N: usize>(
+unsafe fn scores<S: Simd, E: Stored, const R: usize>(
     w: &Work,
     row: usize,
     place: usize,
-    ahead: &mut Ahead<'_>,
-    num_lines: usize,
+    k: [*const E; KEYS],
 ) {
     let queries = w.queries.add(row * w.dim);
-    let mut sums = [[S::splat(0.0); N]; R];
-    let num_lines = (num_lines * N * S::LANES).div_ceil(w.dim);
-    for d in 0..w.dim {
-        ahead.ask::<S>(num_lines);
-        let mut q = [S::splat(0.0); R];
-        for r in 0..R {
-            q[r] = S::splat(*queries.add(r * w.dim + d));
-        }
-        for n in 0..N {
-            let key = S::load(w.keys.add((4 * d + n) * S::LANES));
+    let mut sums = [[S::splat(0.0); KEYS]; R];
+    let num_whole = w.dim / S::LANES * S::LANES;
+    // Two keys at a time, as sums of four would leave no register for a key.
+    for pair in (0..KEYS).step_by(2) {
+        for d in (0..num_whole).step_by(S::LANES) {
+            let mut q = [S::splat(0.0); R];
             for r in 0..R {
-                sums[r][n] = S::fma(q[r], key, sums[r][n]);
+                q[r] = S::load(queries.add(r * w.dim + d));
+            }
+            for j in pair..pair + 2 {
+                let key = E::load::<S>(k[j].add(d));
+                for r in 0..R {
+                    sums[r][j] = S::fma(q[r], key, sums[r][j]);
+                }
             }
         }
     }
     for r in 0..R {
-        for n in 0..N {
-            let to = w.scores.add((row + r) * TILE + place);
-            S::store(to.add(n * S::LANES), sums[r][n]);
+        let mut totals = S::sums(sums[r]);
+        for d in num_whole..w.dim {
+            let q = *queries.add(r * w.dim + d);
+            for j in 0..KEYS {
+                totals[j] += q * (*k[j].add(d)).get();
+            }
         }
+        if E::SCALE_BYTES > 0 {
+            for j in 0..KEYS {
+                totals[j] *= E::scale(k[j]);
+            }
+        }
+        let to = w.scores.add((row + r) * TILE + place);
+        to.cast::<[f32; KEYS]>().write_unaligned(totals);
     }
 }
 
@@ -188,6 +144,20 @@ unsafe fn softmax<S: Simd>(a: &Attend<'_>, w: &Work, row: usize, tile: &Tile) {
     w.sums.keep(row, w.dim, S::largest(keep));
 }
 
+/// Multiplies all heads' weights by the scales of the tile's V, whose numbers are then taken as they are.
+#[inline(always)]
+unsafe fn scale_weights<S: Simd, E: Stored>(w: &Work, values: *const E, tile: &Tile) {
+    for i in 0..tile.len() {
+        *w.scales.add(i) = E::scale(values.byte_add(tile.offsets[i]));
+    }
+    for r in 0..w.num_rows {
+        let weights = w.scores.add(r * TILE + tile.place::<S>());
+        for i in 0..tile.len() {
+            *weights.add(i) *= *w.scales.add(i);
+        }
+    }
+}
+
 /// Adds the tile's V, weighted, to the sums of some heads.
 #[inline(always)]
 unsafe fn weigh<S: Simd, E: Stored, const R: usize>(
@@ -224,8 +194,8 @@ unsafe fn weigh<S: Simd, E: Stored, const R: usize>(
             let sum = w.sums.of(r, w.dim).add(d);
             let weights = w.scores.add(r * TILE + tile.place::<S>());
             for i in 0..tile.len() {
-                let value = values.byte_add(tile.offsets[i]);
-                *sum += *weights.add(i) * ((*value.add(d)).get() * E::scale(value));
+                let value = (*values.byte_add(tile.offsets[i]).add(d)).get();
+                *sum += *weights.add(i) * value;
             }
         }
     }
@@ -251,16 +221,13 @@ unsafe fn weigh_columns<S: Simd, E: Stored, const R: usize, const N: usize>(
     }
     for i in 0..tile.len() {
         ahead.ask::<S>(num_lines);
-        let head = values.byte_add(tile.offsets[i]);
+        let value = values.byte_add(tile.offsets[i]).add(column);
         let mut share = [S::splat(0.0); R];
         for r in 0..R {
             share[r] = S::splat(*weights.add(r * TILE + i));
         }
         for n in 0..N {
-            let mut v = E::load::<S>(head.add(column + n * S::LANES));
-            if E::SCALE_BYTES > 0 {
-                v = S::mul(v, S::splat(E::scale(head)));
-            }
+            let v = E::load::<S>(value.add(n * S::LANES));
             for r in 0..R {
                 sums[r][n] = S::fma(share[r], v, sums[r][n]);
             }

@@ -91,14 +91,19 @@ impl Simd for Avx2 {
         _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)))
     }
     #[inline(always)]
+    unsafe fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+        let pairs = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        let sums = _mm_add_ps(
+            _mm256_castps256_ps128(pairs),
+            _mm256_extractf128_ps::<1>(pairs),
+        );
+        std::mem::transmute::<__m128, [f32; 4]>(sums)
+    }
+    #[inline(always)]
     unsafe fn largest(x: __m256) -> f32 {
         let half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
         let pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
         _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)))
-    }
-    #[inline(always)]
-    unsafe fn turn(x: [__m256; 8], to: *mut f32, stride: usize) {
-        turn(x, to, stride);
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
@@ -145,30 +150,4 @@ impl Simd for Avx2 {
         let pairs = _mm_packs_epi32(low, high);
         _mm_storel_epi64(to.cast(), _mm_packs_epi16(pairs, pairs));
     }
-}
-
-/// Eight rows of eight as columns.
-#[inline(always)]
-pub(super) unsafe fn turn([a, b, c, d, e, f, g, h]: [__m256; 8], to: *mut f32, stride: usize) {
-    // In fours of the upper and of the lower half, then halves change places.
-    let [a, b, c, d] = turn_fours(a, b, c, d);
-    let [e, f, g, h] = turn_fours(e, f, g, h);
-    for (lane, (left, right)) in [(a, e), (b, f), (c, g), (d, h)].into_iter().enumerate() {
-        let low = _mm256_permute2f128_ps::<0x20>(left, right);
-        let high = _mm256_permute2f128_ps::<0x31>(left, right);
-        _mm256_storeu_ps(to.add(lane * stride), low);
-        _mm256_storeu_ps(to.add((lane + 4) * stride), high);
-    }
-}
-
-#[inline(always)]
-unsafe fn turn_fours(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256; 4] {
-    let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
-    let (ab_high, cd_high) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
-    [
-        _mm256_shuffle_ps::<0b01_00_01_00>(ab, cd),
-        _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd),
-        _mm256_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high),
-        _mm256_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high),
-    ]
 }

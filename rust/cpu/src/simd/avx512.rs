@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::Simd;
-use super::avx2::{self, Avx2};
+use super::avx2::Avx2;
 
 /// Sixteen lanes.
 pub(crate) struct Avx512;
@@ -87,16 +87,32 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn sum(x: __m512) -> f32 {
-        Avx2::sum(_mm256_add_ps(lower(x), upper(x)))
+        let upper = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
+        Avx2::sum(_mm256_add_ps(_mm512_castps512_ps256(x), upper))
+    }
+    #[inline(always)]
+    unsafe fn sums(x: [__m512; 4]) -> [f32; 4] {
+        // In each quarter of a vector, then over the quarters.
+        let [a, b, c, d] = x;
+        let low = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        let high = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        let quarters = _mm512_add_ps(
+            _mm512_shuffle_ps::<0b01_00_01_00>(low, high),
+            _mm512_shuffle_ps::<0b11_10_11_10>(low, high),
+        );
+        let halves = _mm256_add_ps(
+            _mm512_castps512_ps256(quarters),
+            _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(quarters))),
+        );
+        let sums = _mm_add_ps(
+            _mm256_castps256_ps128(halves),
+            _mm256_extractf128_ps::<1>(halves),
+        );
+        std::mem::transmute::<__m128, [f32; 4]>(sums)
     }
     #[inline(always)]
     unsafe fn largest(x: __m512) -> f32 {
         _mm512_reduce_max_ps(x)
-    }
-    #[inline(always)]
-    unsafe fn turn(x: [__m512; 8], to: *mut f32, stride: usize) {
-        avx2::turn(x.map(|x| lower(x)), to, stride);
-        avx2::turn(x.map(|x| upper(x)), to.add(8 * stride), stride);
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
@@ -138,14 +154,4 @@ impl Simd for Avx512 {
         let whole = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
         _mm_storeu_si128(to.cast(), whole);
     }
-}
-
-#[inline(always)]
-unsafe fn lower(x: __m512) -> __m256 {
-    _mm512_castps512_ps256(x)
-}
-
-#[inline(always)]
-unsafe fn upper(x: __m512) -> __m256 {
-    _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)))
 }

@@ -53,9 +53,9 @@ pub(crate) trait Simd {
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
     /// The lower half of the lanes with the upper half, and so on with what that leaves.
     unsafe fn sum(x: Self::V) -> f32;
+    /// The sums of four vectors, each in one order.
+    unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
-    /// Eight vectors as columns: lane `l` of vector `j` goes to `to[l * stride + j]`.
-    unsafe fn turn(x: [Self::V; 8], to: *mut f32, stride: usize);
     /// Asks for a cache line, for the second level.
     unsafe fn prefetch(at: *const u8);
 

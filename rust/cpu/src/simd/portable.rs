@@ -100,14 +100,12 @@ impl Simd for Portable {
         ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
     }
     #[inline(always)]
-    unsafe fn largest(x: V) -> f32 {
-        x.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    unsafe fn sums(x: [V; 4]) -> [f32; 4] {
+        x.map(|x| Self::sum(x))
     }
     #[inline(always)]
-    unsafe fn turn(x: [V; 8], to: *mut f32, stride: usize) {
-        for lane in 0..LANES {
-            Self::store(to.add(lane * stride), each(|j| x[j][lane]));
-        }
+    unsafe fn largest(x: V) -> f32 {
+        x.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
