@@ -107,11 +107,12 @@ def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Ca
     maps = [packed(builder, storage, *shape, seed) for seed, shape in enumerate(shapes(num_layers, vocab))]
     for layer in range(num_layers):
         qkv, output, gate_up, down = maps[4 * layer : 4 * layer + 4]
-        builder.linear(x, qkv)
-        builder.linear(x, output)
-        builder.linear(builder.silu_mul(builder.linear(x, gate_up)), down)
+        # Inputs of its own for each, or only the first would be quantised and laid out.
+        for linear in (qkv, output):
+            builder.linear(builder.scale(x, 1.0), linear)
+        builder.linear(builder.silu_mul(builder.linear(builder.scale(x, 1.0), gate_up)), down)
     program = builder.build(builder.logits(x, maps[-1]), num_threads=chosen_threads()[0])
-    counted = ("linear", "head", "quantise")
+    counted = ("linear", "head", "quantise", "pack")
 
     def run(count: int) -> Seconds:
         ids = np.arange(count)

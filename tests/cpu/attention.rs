@@ -404,8 +404,7 @@ fn a_token_has_the_same_bits_alone_and_in_any_chunk() {
         parts.earlier[row] = (earlier(0), earlier(1));
     }
     let out = 6 * 20;
-    for options in [
-        PLAIN,
+    let windows = [
         AttentionOptions {
             window: Some(77),
             softcap: Some(3.0),
@@ -415,11 +414,11 @@ fn a_token_has_the_same_bits_alone_and_in_any_chunk() {
             window: Some(600),
             ..PLAIN
         },
-    ] {
-        for (isa, format) in isas()
-            .into_iter()
-            .flat_map(|isa| FORMATS.map(|format| (isa, format)))
-        {
+    ];
+    let mut cases = FORMATS.map(|format| (format, PLAIN)).to_vec();
+    cases.extend(windows.map(|options| (KvFormat::Int8, options)));
+    for (format, options) in cases {
+        for isa in isas() {
             let together = whole.run(isa, format, options, 2);
             let cut = parts.run(isa, format, options, 2);
             let mut first = 0;

@@ -230,29 +230,77 @@ fn blocks(
 }
 
 #[test]
-fn gguf_blocks_give_the_bits_of_their_numbers_in_float32() {
+fn gguf_blocks_give_their_numbers_and_a_row_the_same_bits_beside_any_others() {
     let mut numbers = Numbers::new(9);
     for isa in isas() {
-        for (format, num_rows, num_in, num_out) in [
-            (Format::Q8_0, 1, 96, 48),
-            (Format::Q8_0, 3, 64, 37),
-            (Format::Q8_0, 4, 64, 37),
-            (Format::Q4_0, 2, 64, 33),
-            (Format::Q4_0, 7, 96, 16),
-            (Format::Q4_1, 1, 32, 49),
-            (Format::Q4_1, 3, 96, 32),
-            (Format::Q4_1, 14, 576, 100),
-        ] {
-            let (bytes, values) = blocks(format, num_out, num_in, &mut numbers);
-            let x = numbers.take(num_rows * num_in);
-            let bias = numbers.take(num_out);
-            let packed = Matrix::pack_blocks(isa, format, &bytes, num_in, Some(&bias));
-            let found = product_with(isa, packed, &x, num_in, 2);
-            assert_eq!(
-                found,
-                product(isa, Format::F32, &x, &values, num_in, Some(&bias), 1)
-            );
+        for format in [Format::Q8_0, Format::Q4_0, Format::Q4_1] {
+            for (num_in, num_out) in [(32, 49), (96, 16), (64, 37), (576, 100)] {
+                let (bytes, values) = blocks(format, num_out, num_in, &mut numbers);
+                let mut x = numbers.take(19 * num_in);
+                x[..num_in].iter_mut().for_each(|x| *x *= 1000.0); // a row's scale is its own
+                let bias = numbers.take(num_out);
+                let wanted = reference(Format::F32, &x, &values, num_in, Some(&bias));
+                let multiply = |count: usize, num_workers: usize| {
+                    let packed = Matrix::pack_blocks(isa, format, &bytes, num_in, Some(&bias));
+                    product_with(isa, packed, &x[..count * num_in], num_in, num_workers)
+                };
+                let together = multiply(19, 3);
+                // Inputs are rounded to 16 bits of their row's largest: half a unit of each is off at most, mostly less.
+                for (row, (found, wanted)) in together
+                    .chunks(num_out)
+                    .zip(wanted.chunks(num_out))
+                    .enumerate()
+                {
+                    let x = &x[row * num_in..][..num_in];
+                    let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+                    for (column, (found, wanted)) in found.iter().zip(wanted).enumerate() {
+                        let weights = &values[column * num_in..][..num_in];
+                        let size: f64 = weights.iter().map(|w| f64::from(w.abs())).sum();
+                        let error = (f64::from(*found) - wanted).abs();
+                        let limit = size * f64::from(largest) / 65_000.0 + wanted.abs() * 1e-5;
+                        assert!(error <= limit, "{} {found} for {wanted}", isa.name());
+                    }
+                }
+                for count in 1..=8 {
+                    let some = multiply(count, 1);
+                    assert_eq!(some, together[..count * num_out], "{} {count}", isa.name());
+                }
+            }
         }
+    }
+}
+
+#[test]
+fn rows_of_any_number_have_the_bits_of_each_alone() {
+    let (num_in, num_out) = (70, 50);
+    let mut numbers = Numbers::new(13);
+    let (x, weight) = (numbers.take(67 * num_in), numbers.take(num_out * num_in));
+    for isa in isas() {
+        for format in [Format::F32, Format::Bf16, Format::Int8] {
+            let alone: Vec<f32> = x
+                .chunks(num_in)
+                .flat_map(|row| product(isa, format, row, &weight, num_in, None, 1))
+                .collect();
+            for count in [2, 5, 10, 11, 13, 16, 17, 31, 64, 67] {
+                let some = product(isa, format, &x[..count * num_in], &weight, num_in, None, 2);
+                assert_eq!(some, alone[..count * num_out], "{} {count}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn more_rows_than_are_multiplied_at_once_are_right() {
+    let (num_rows, num_in, num_out) = (1030, 32, 30);
+    let mut numbers = Numbers::new(14);
+    let (x, weight) = (
+        numbers.take(num_rows * num_in),
+        numbers.take(num_out * num_in),
+    );
+    let wanted = reference(Format::F32, &x, &weight, num_in, None);
+    for isa in isas() {
+        let found = product(isa, Format::F32, &x, &weight, num_in, None, 3);
+        assert_close(&found, &wanted, 1e-5, isa.name());
     }
 }
 

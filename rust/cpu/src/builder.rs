@@ -1,7 +1,8 @@
 //! Recording a model's forward: each op checks its inputs, and gives the value that it makes.
 
 use crate::attention::{AttentionOptions, Heads};
-use crate::matrix::{Format, Matrix, activation_limit};
+use crate::kernels::Kernels;
+use crate::matrix::{BLOCK, Matrix, activation_limit};
 use crate::program::{Program, Stage};
 use crate::{Isa, isa::IsaError};
 
@@ -56,6 +57,8 @@ pub struct Builder {
     pub(crate) shapes: Vec<Shape>,
     pub(crate) stages: Vec<Stage>,
     rotations: Vec<Rotation>,
+    /// What was last laid by tiles, the rows of one, and what came of it.
+    last_packed: Option<(Value, usize, Value)>,
     num_layers: usize,
     kv_shape: Option<(usize, usize)>,
 }
@@ -77,6 +80,7 @@ impl Builder {
             shapes: Vec::new(),
             stages: Vec::new(),
             rotations: Vec::new(),
+            last_packed: None,
             num_layers: 0,
             kv_shape: None,
         })
@@ -107,7 +111,7 @@ impl Builder {
     pub fn matrix(&mut self, matrix: Matrix) -> MatrixId {
         assert_eq!(
             matrix.width,
-            crate::matrix::panel_width(self.isa),
+            crate::matrix::panel_width(self.isa, matrix.format),
             "packed for another CPU"
         );
         self.matrices.push(matrix);
@@ -139,21 +143,48 @@ impl Builder {
     pub fn linear(&mut self, x: Value, matrix: MatrixId) -> Value {
         let num_out = self.checked_matrix(x, matrix);
         let x = self.operand(x, matrix);
+        let packed = self.packed(x, matrix);
         let out = self.value(num_out, self.shape(x).is_logits);
-        self.stages.push(Stage::Multiply { x, matrix, out });
+        self.stages.push(Stage::Multiply {
+            x,
+            packed,
+            matrix,
+            out,
+        });
+        out
+    }
+
+    /// `x` by tiles of the product's rows.
+    fn packed(&mut self, x: Value, matrix: MatrixId) -> Value {
+        let tile_rows = Kernels::of(self.isa).tile_rows(self.matrices[matrix.0].format);
+        if let Some((last, rows, packed)) = self.last_packed
+            && (last, rows) == (x, tile_rows)
+        {
+            return packed;
+        }
+        let out = self.like(x);
+        self.stages.push(Stage::Pack { x, tile_rows, out });
+        self.last_packed = Some((x, tile_rows, out));
         out
     }
 
     /// What a product reads: `x`, or `x` in whole numbers.
     fn operand(&mut self, x: Value, matrix: MatrixId) -> Value {
-        if self.matrices[matrix.0].format != Format::Int8 {
+        let format = self.matrices[matrix.0].format;
+        if !format.is_whole() {
             return x;
         }
         let shape = self.shape(x);
-        let out = self.value(1 + shape.width.div_ceil(2), shape.is_logits);
+        let num_blocks = if format.block_bytes().is_some() {
+            shape.width / BLOCK
+        } else {
+            0
+        };
+        let num_words = 1 + shape.width.div_ceil(2) + num_blocks;
+        let out = self.value(num_words, shape.is_logits);
         self.stages.push(Stage::Quantise {
             x,
-            limit: activation_limit(shape.width),
+            limit: activation_limit(format, shape.width),
             out,
         });
         out
@@ -253,6 +284,7 @@ impl Builder {
                 "a weight for each dimension"
             );
         }
+        self.last_packed = None; // it is changed in place
         self.stages.push(Stage::QkNorm {
             qkv,
             weights,
@@ -296,6 +328,7 @@ impl Builder {
             });
             (cos, sin)
         };
+        self.last_packed = None; // it is changed in place
         self.stages.push(Stage::Rotate {
             qkv,
             cos,

@@ -1,7 +1,8 @@
 //! Products with packed matrices.
 //!
-//! The unit of work is a panel: all rows of the input times the panel's columns. Workers take panels as they come to
-//! them, and ask for the next one's lines while they multiply: weights come from memory once a step, in order.
+//! The unit of work is a panel: all rows of the input times the panel's columns. Each worker takes panels of a part of its
+//! own, then of what others have left of theirs, and asks for the next one's lines while it multiplies: weights come from
+//! memory once a step, in order.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "kernels: their one contract is that the panel's pointers are valid for its sizes"
@@ -12,27 +13,40 @@ use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
 use crate::simd::{Bf16, Element, Simd};
-use crate::tile::{self, Prefetch, Product};
+use crate::tile::{self, PanelProduct, Prefetch, Tiles, store_tile};
 
 /// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
 /// each panel.
 const MAX_ROWS: usize = 512;
+/// Bytes that stay near the core while as many come.
+const NEAR_BYTES: usize = 128 << 10;
 /// Pairs of inputs between two looks at what is to be asked for.
 const PAIRS: usize = 32;
-/// The most columns of a panel.
-pub(crate) const MAX_WIDTH: usize = 48;
+/// Pairs of inputs that a loop over them takes at once.
+const UNROLLED: usize = 2;
+/// Tiles that read bytes each for themselves: for more it pays to widen them before.
+const FEW_TILES: usize = 4;
 
-/// One panel of a product.
+/// Some panels of a product, side by side.
+#[derive(Clone, Copy)]
 pub(crate) struct Panel {
+    /// Rows by tiles: `[word][row of the tile]`, tile after tile.
     pub(crate) x: *const f32,
-    pub(crate) x_stride: usize,
-    pub(crate) num_rows: usize,
+    /// Words of a row.
+    pub(crate) num_words: usize,
+    pub(crate) tiles: Tiles,
+    /// Those to multiply.
+    pub(crate) first_tile: usize,
+    pub(crate) last_tile: usize,
     pub(crate) num_in: usize,
     pub(crate) format: Format,
+    pub(crate) num_panels: usize,
+    /// Of each.
+    pub(crate) panel_bytes: usize,
     pub(crate) weights: *const u8,
+    /// What comes next, of as many panels.
     pub(crate) next: *const u8,
-    pub(crate) num_bytes: usize,
-    /// Of the panel's columns, those that the matrix has.
+    /// Of all the panels' columns, those that the matrix has.
     pub(crate) num_columns: usize,
     /// For each of these, or null.
     pub(crate) bias: *const f32,
@@ -42,19 +56,69 @@ pub(crate) struct Panel {
     pub(crate) scratch: *mut f32,
 }
 
-/// Multiplies with one panel of `N` vectors.
+impl Panel {
+    /// Some of the panels.
+    #[inline(always)]
+    unsafe fn part(&self, first: usize, num_panels: usize, width: usize) -> Panel {
+        let column = first * width;
+        Panel {
+            num_panels,
+            weights: self.weights.add(first * self.panel_bytes),
+            num_columns: (self.num_columns - column).min(num_panels * width),
+            out: self.out.add(column),
+            ..*self
+        }
+    }
+
+    fn num_rows(&self) -> usize {
+        self.tiles.first(self.last_tile) - self.tiles.first(self.first_tile)
+    }
+
+    fn prefetch(&self, num_steps: usize) -> Prefetch {
+        Prefetch::new(self.next, self.num_panels * self.panel_bytes, num_steps)
+    }
+}
+
+/// One row times panels. Several are read side by side, as many streams as memory answers: it needs no asking then.
+macro_rules! row {
+    ($p:ident, $width:expr, $row:ident($($generic:ident),*)) => {{
+        let mut first = 0;
+        while first < $p.num_panels {
+            let rest = $p.num_panels - first;
+            let count = if rest >= 4 { 4 } else if rest >= 2 { 2 } else { 1 };
+            let part = $p.part(first, count, $width);
+            match count {
+                4 => $row::<$($generic,)* 4>(&part),
+                2 => $row::<$($generic,)* 2>(&part),
+                _ => $row::<$($generic,)* 1>(&part),
+            }
+            first += count;
+        }
+    }};
+}
+
+/// Writes one row of panels side by side.
 #[inline(always)]
-pub(crate) unsafe fn panel<S: Simd, const N: usize>(p: &Panel) {
+unsafe fn store_row<S: Simd, const N: usize, const J: usize>(p: &Panel, row: &[[S::V; N]; J]) {
+    for j in 0..J {
+        let part = p.part(j, 1, N * S::LANES);
+        store_tile::<S, 1, N>(&[row[j]], part.out, 0, part.num_columns);
+    }
+}
+
+/// Multiplies with panels of `N` vectors, or of `M` where they are of whole numbers.
+#[inline(always)]
+pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
     match p.format {
-        Format::F32 => stored::<S, f32, N>(p, p.weights.cast()),
-        Format::Bf16 => stored::<S, Bf16, N>(p, p.weights.cast()),
-        Format::Int8 => whole_numbers::<S, N>(p),
-        Format::Q8_0 => blocks::<S, Q8_0, N>(p),
-        Format::Q4_0 => blocks::<S, Q4_0, N>(p),
-        Format::Q4_1 => blocks::<S, Q4_1, N>(p),
+        Format::F32 => stored::<S, f32, N>(p),
+        Format::Bf16 => stored::<S, Bf16, N>(p),
+        Format::Int8 => whole_numbers::<S, M>(p),
+        Format::Q8_0 => blocks::<S, Q8_0, M>(p),
+        Format::Q4_0 => blocks::<S, Q4_0, M>(p),
+        Format::Q4_1 => blocks::<S, Q4_1, M>(p),
     }
     if !p.bias.is_null() {
-        for r in 0..p.num_rows {
+        for r in p.tiles.first(p.first_tile)..p.tiles.first(p.last_tile) {
             for c in 0..p.num_columns {
                 *p.out.add(r * p.out_stride + c) += *p.bias.add(c);
             }
@@ -63,48 +127,60 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel, weights: *const E) {
+unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
-    let whole = Product {
-        x: p.x,
-        x_stride: p.x_stride,
-        w: weights,
-        w_stride: width,
-        num_in: p.num_in,
-        out: p.out,
-        out_stride: p.out_stride,
-        adds: false,
-        next: p.next,
-        next_bytes: p.num_bytes,
-    };
-    // The last panel's columns beyond the matrix have no place in `out`: there, a row is made beside it.
-    let is_whole = p.num_columns == width;
-    let rows_at_once = if is_whole { p.num_rows } else { 1 };
-    let mut beside = [0.0f32; MAX_WIDTH];
-    for first in (0..p.num_rows).step_by(rows_at_once) {
-        let to = p.out.add(first * p.out_stride);
-        let part = Product {
-            x: p.x.add(first * p.x_stride),
-            out: if is_whole { to } else { beside.as_mut_ptr() },
-            ..whole
-        };
-        tile::rows::<S, E, N, false>(part, rows_at_once);
-        if !is_whole {
-            to.copy_from_nonoverlapping(beside.as_ptr(), p.num_columns);
-        }
+    if p.num_rows() == 1 {
+        row!(p, width, row_of_stored(S, E, N));
+        return;
+    }
+    let mut prefetch = p.prefetch(p.num_panels * product::<E>(p).num_steps());
+    for index in 0..p.num_panels {
+        let product = product::<E>(&p.part(index, 1, width));
+        tile::panel::<S, E, N>(&product, &mut prefetch);
     }
 }
 
-/// How a GGUF block of a column gives its numbers: the ones of the file's own formula, bit for bit.
+#[inline(always)]
+fn product<E>(p: &Panel) -> PanelProduct<E> {
+    PanelProduct {
+        x: p.x,
+        tiles: p.tiles,
+        first_tile: p.first_tile,
+        last_tile: p.last_tile,
+        w: p.weights.cast(),
+        num_in: p.num_in,
+        out: p.out,
+        out_stride: p.out_stride,
+        num_columns: p.num_columns,
+    }
+}
+
+#[inline(always)]
+unsafe fn row_of_stored<S: Simd, E: Element, const N: usize, const J: usize>(p: &Panel) {
+    let mut sums = [[S::splat(0.0); N]; J];
+    for input in 0..p.num_in {
+        let x = S::splat(*p.x.add(input));
+        for j in 0..J {
+            let w = p.weights.add(j * p.panel_bytes).cast::<E>();
+            for n in 0..N {
+                let w = E::load::<S>(w.add((input * N + n) * S::LANES));
+                sums[j][n] = S::fma(x, w, sums[j][n]);
+            }
+        }
+    }
+    store_row::<S, N, J>(p, &sums);
+}
+
+/// How a GGUF block of a column is stored, and what becomes of the sum of its products.
 trait Kind {
     /// Bytes of a block.
     const BYTES: usize;
     /// Bytes of its scale, and minimum where it has one.
     const HEAD: usize;
-    /// Numbers of a byte.
-    const PER_BYTE: usize;
-    /// The numbers of the bytes' `half`, low or high, times scale and plus minimum.
-    unsafe fn numbers<S: Simd>(bytes: *const u8, half: usize, head: &Head<S>) -> S::V;
+    /// The weights of four pairs of inputs, as 16-bit numbers; `bytes` are the first vector's of a group of four pairs.
+    unsafe fn pairs<S: Simd>(bytes: *const u8, width: usize) -> [S::I; 4];
+    /// `total` and the block's part: `sum` of weights times inputs, `inputs` the sum of inputs alone.
+    unsafe fn add<S: Simd>(total: S::V, sum: S::I, inputs: S::V, head: &Head<S>) -> S::V;
 }
 
 /// Scales and minima of a vector of columns.
@@ -120,6 +196,11 @@ impl<S: Simd> Clone for Head<S> {
 }
 impl<S: Simd> Copy for Head<S> {}
 
+/// Pairs of inputs of a block.
+const BLOCK_PAIRS: usize = BLOCK / 2;
+/// Pairs of inputs of a group.
+const GROUP: usize = 4;
+
 struct Q8_0;
 struct Q4_0;
 struct Q4_1;
@@ -127,249 +208,514 @@ struct Q4_1;
 impl Kind for Q8_0 {
     const BYTES: usize = 2 + BLOCK;
     const HEAD: usize = 2;
-    const PER_BYTE: usize = 1;
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(bytes: *const u8, _half: usize, head: &Head<S>) -> S::V {
-        S::mul(S::load_i8(bytes.cast()), head.scale)
+    unsafe fn pairs<S: Simd>(bytes: *const u8, width: usize) -> [S::I; 4] {
+        let mut pairs = [S::zero_i32(); GROUP];
+        for pair in 0..GROUP {
+            pairs[pair] = S::widen_i8(bytes.add(2 * pair * width).cast());
+        }
+        pairs
+    }
+    #[inline(always)]
+    unsafe fn add<S: Simd>(total: S::V, sum: S::I, _inputs: S::V, head: &Head<S>) -> S::V {
+        S::fma(S::to_f32(sum), head.scale, total)
     }
 }
 
 impl Kind for Q4_0 {
     const BYTES: usize = 2 + BLOCK / 2;
     const HEAD: usize = 2;
-    const PER_BYTE: usize = 2;
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(bytes: *const u8, half: usize, head: &Head<S>) -> S::V {
-        S::mul(S::sub(nibbles::<S>(bytes, half), S::splat(8.0)), head.scale)
+    unsafe fn pairs<S: Simd>(bytes: *const u8, _width: usize) -> [S::I; 4] {
+        S::nibbles(S::load_pairs(bytes))
+    }
+    #[inline(always)]
+    unsafe fn add<S: Simd>(total: S::V, sum: S::I, inputs: S::V, head: &Head<S>) -> S::V {
+        // Weights are stored with 8 added; all of these whole numbers have fewer than 24 bits.
+        let sum = S::sub(S::to_f32(sum), S::mul(inputs, S::splat(8.0)));
+        S::fma(sum, head.scale, total)
     }
 }
 
 impl Kind for Q4_1 {
     const BYTES: usize = 4 + BLOCK / 2;
     const HEAD: usize = 4;
-    const PER_BYTE: usize = 2;
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(bytes: *const u8, half: usize, head: &Head<S>) -> S::V {
-        S::add(S::mul(nibbles::<S>(bytes, half), head.scale), head.minimum)
+    unsafe fn pairs<S: Simd>(bytes: *const u8, _width: usize) -> [S::I; 4] {
+        S::nibbles(S::load_pairs(bytes))
+    }
+    #[inline(always)]
+    unsafe fn add<S: Simd>(total: S::V, sum: S::I, inputs: S::V, head: &Head<S>) -> S::V {
+        S::fma(
+            inputs,
+            head.minimum,
+            S::fma(S::to_f32(sum), head.scale, total),
+        )
     }
 }
 
 #[inline(always)]
-unsafe fn nibbles<S: Simd>(bytes: *const u8, half: usize) -> S::V {
-    let (low, high) = S::load_nibbles(bytes);
-    if half == 0 { low } else { high }
-}
-
-#[inline(always)]
-unsafe fn head_of<S: Simd, K: Kind>(block: *const u8, width: usize, column: usize) -> Head<S> {
-    let halves = block.cast::<u16>().add(column);
-    Head {
-        scale: S::load_f16(halves),
-        minimum: if K::HEAD == 4 {
-            S::load_f16(halves.add(width))
-        } else {
-            S::splat(0.0)
-        },
+unsafe fn heads_of<S: Simd, K: Kind, const N: usize>(block: *const u8) -> [Head<S>; N] {
+    let mut heads = [Head {
+        scale: S::splat(0.0),
+        minimum: S::splat(0.0),
+    }; N];
+    for n in 0..N {
+        let halves = block.cast::<u16>().add(n * S::LANES);
+        heads[n].scale = S::load_f16(halves);
+        if K::HEAD == 4 {
+            heads[n].minimum = S::load_f16(halves.add(N * S::LANES));
+        }
     }
+    heads
 }
 
-/// Products with GGUF's blocks.
+/// A group's bytes of a vector of columns.
+#[inline(always)]
+unsafe fn group_of<S: Simd, K: Kind>(
+    block: *const u8,
+    width: usize,
+    group: usize,
+    n: usize,
+) -> *const u8 {
+    let group_bytes = (K::BYTES - K::HEAD) / (BLOCK_PAIRS / GROUP);
+    let vector_bytes = if K::BYTES > BLOCK { 2 } else { 4 } * S::LANES;
+    block.add((K::HEAD + group * group_bytes) * width + n * vector_bytes)
+}
+
+/// Rows of whole numbers by tiles, two at least in each.
+macro_rules! tiles {
+    ($S:ident, $N:ident, $panel:expr, |$row:ident| $tile:ident($($generic:ident),*)($($argument:expr),*)) => {
+        for tile in $panel.first_tile..$panel.last_tile {
+            let $row = $panel.tiles.first(tile);
+            match $panel.tiles.first(tile + 1) - $row {
+                2 => $tile::<$($generic,)* 2, $N>($($argument),*),
+                3 => $tile::<$($generic,)* 3, $N>($($argument),*),
+                4 => $tile::<$($generic,)* 4, $N>($($argument),*),
+                5 => $tile::<$($generic,)* 5, $N>($($argument),*),
+                6 => $tile::<$($generic,)* 6, $N>($($argument),*),
+                7 if const { tile::max_rows::<$S, $N>() >= 7 } => $tile::<$($generic,)* 7, $N>($($argument),*),
+                8 if const { tile::max_rows::<$S, $N>() >= 8 } => $tile::<$($generic,)* 8, $N>($($argument),*),
+                _ => unreachable!("no tile of so many rows"),
+            }
+        }
+    };
+}
+
+/// Products with GGUF's blocks: a row of `x` is a scale, pairs of 16-bit numbers, and sums of its blocks.
 #[inline(always)]
 unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
-    match p.num_rows {
-        1 => tile_of_blocks::<S, K, 1, N>(p),
-        2 => tile_of_blocks::<S, K, 2, N>(p),
-        3 => tile_of_blocks::<S, K, 3, N>(p),
-        _ => {
-            // Expanded once for all rows: it then lies near the core, and the product is that of float32.
-            expand::<S, K, N>(p);
-            stored::<S, f32, N>(p, p.scratch);
+    let width = N * S::LANES;
+    let num_blocks = p.num_in / BLOCK;
+    let (num_rows, first) = (p.num_rows(), p.tiles.first(p.first_tile));
+    if num_rows == 1 {
+        row!(p, width, row_of_blocks(S, K, N));
+        return;
+    }
+    let num_passes = if num_rows <= 3 {
+        1
+    } else {
+        1 + p.last_tile - p.first_tile
+    };
+    let mut prefetch = p.prefetch(p.num_panels * num_passes * num_blocks);
+    for index in 0..p.num_panels {
+        let p = &p.part(index, 1, width);
+        match num_rows {
+            2 => tile_of_blocks::<S, K, 2, N>(p, first, &mut prefetch),
+            3 => tile_of_blocks::<S, K, 3, N>(p, first, &mut prefetch),
+            _ => {
+                // Expanded once for all rows.
+                expand::<S, K, N>(p, &mut prefetch);
+                tiles!(S, N, p, |row| tile_of_expanded(S, K)(p, row, &mut prefetch));
+            }
         }
     }
 }
 
-/// Blocks as float32, in the order of a panel.
 #[inline(always)]
-unsafe fn expand<S: Simd, K: Kind, const N: usize>(p: &Panel) {
+unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Panel) {
+    let width = N * S::LANES;
+    let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
+    // A count that the compiler does not see: a block unrolled whole would not fit in registers.
+    let num_groups = (BLOCK_PAIRS / GROUP).min(p.num_in);
+    let mut totals = [[S::splat(0.0); N]; J];
+    for block in 0..p.num_in / BLOCK {
+        let inputs = S::splat(*x.sums.add(block));
+        for j in 0..J {
+            let from = p.weights.add(j * p.panel_bytes + block * K::BYTES * width);
+            let mut sums = [S::zero_i32(); N];
+            for group in 0..num_groups {
+                let pairs_of_x = x.pairs.add(block * BLOCK_PAIRS + group * GROUP);
+                for n in 0..N {
+                    let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
+                    for pair in 0..GROUP {
+                        let a = S::splat_pair(pairs_of_x.add(pair).cast());
+                        sums[n] = S::dot_pairs(sums[n], a, pairs[pair]);
+                    }
+                }
+            }
+            let heads = heads_of::<S, K, N>(from);
+            for n in 0..N {
+                totals[j][n] = K::add::<S>(totals[j][n], sums[n], inputs, &heads[n]);
+            }
+        }
+    }
+    for j in 0..J {
+        for n in 0..N {
+            totals[j][n] = S::mul(totals[j][n], S::splat(*x.scales));
+        }
+    }
+    store_row::<S, N, J>(p, &totals);
+}
+
+/// A panel's weights as 16-bit numbers, pair after pair.
+#[inline(always)]
+unsafe fn expand<S: Simd, K: Kind, const N: usize>(p: &Panel, prefetch: &mut Prefetch) {
     let width = N * S::LANES;
     for block in 0..p.num_in / BLOCK {
+        prefetch.step::<S>();
         let from = p.weights.add(block * K::BYTES * width);
-        let to = p.scratch.add(block * BLOCK * width);
-        for n in 0..N {
-            let at = n * S::LANES;
-            let head = head_of::<S, K>(from, width, at);
-            let bytes = from.add(K::HEAD * width + at);
-            for half in 0..K::PER_BYTE {
-                for k in 0..BLOCK / K::PER_BYTE {
-                    let numbers = K::numbers::<S>(bytes.add(k * width), half, &head);
-                    let place = half * (BLOCK / K::PER_BYTE) + k;
-                    S::store(to.add(place * width + at), numbers);
+        let to = p.scratch.add(block * BLOCK_PAIRS * width);
+        for group in 0..BLOCK_PAIRS / GROUP {
+            for n in 0..N {
+                let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
+                for pair in 0..GROUP {
+                    let place = (group * GROUP + pair) * width + n * S::LANES;
+                    S::store_pairs(to.add(place).cast(), pairs[pair]);
                 }
             }
         }
     }
 }
 
-/// A few rows: blocks are expanded in registers, and multiplied in the order of the inputs, as expanded ones are.
+/// A few rows: blocks are expanded in registers.
 #[inline(always)]
-unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(p: &Panel) {
+unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(
+    p: &Panel,
+    row: usize,
+    prefetch: &mut Prefetch,
+) {
     let width = N * S::LANES;
-    let num_blocks = p.num_in / BLOCK;
-    let mut prefetch = Prefetch::new(p.next, p.num_bytes, num_blocks);
+    let x = Words::<R>::of(p, row);
     // A count that the compiler does not see: a block unrolled whole would not fit in registers.
-    let num_bytes = (BLOCK / K::PER_BYTE).min(p.num_in);
-    let mut sums = [[S::splat(0.0); N]; R];
-    for block in 0..num_blocks {
+    let num_groups = (BLOCK_PAIRS / GROUP).min(p.num_in);
+    let mut totals = [[S::splat(0.0); N]; R];
+    for block in 0..p.num_in / BLOCK {
         prefetch.step::<S>();
         let from = p.weights.add(block * K::BYTES * width);
-        let mut heads = [Head {
-            scale: S::splat(0.0),
-            minimum: S::splat(0.0),
-        }; N];
-        for n in 0..N {
-            heads[n] = head_of::<S, K>(from, width, n * S::LANES);
-        }
-        for half in 0..K::PER_BYTE {
-            for k in 0..num_bytes {
-                let bytes = from.add((K::HEAD + k) * width);
-                let input = block * BLOCK + half * num_bytes + k;
-                let mut w = [S::splat(0.0); N];
-                for n in 0..N {
-                    w[n] = K::numbers::<S>(bytes.add(n * S::LANES), half, &heads[n]);
-                }
-                for r in 0..R {
-                    let x = S::splat(*p.x.add(r * p.x_stride + input));
-                    for n in 0..N {
-                        sums[r][n] = S::fma(x, w[n], sums[r][n]);
+        let mut sums = [[S::zero_i32(); N]; R];
+        for group in 0..num_groups {
+            let first = block * BLOCK_PAIRS + group * GROUP;
+            for n in 0..N {
+                let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
+                for pair in 0..GROUP {
+                    for r in 0..R {
+                        let a = S::splat_pair(x.pairs.add((first + pair) * R + r).cast());
+                        sums[r][n] = S::dot_pairs(sums[r][n], a, pairs[pair]);
                     }
                 }
             }
         }
+        let heads = heads_of::<S, K, N>(from);
+        for r in 0..R {
+            let inputs = S::splat(*x.sums.add(block * R + r));
+            for n in 0..N {
+                totals[r][n] = K::add::<S>(totals[r][n], sums[r][n], inputs, &heads[n]);
+            }
+        }
     }
-    let mut beside = [0.0f32; MAX_WIDTH];
     for r in 0..R {
         for n in 0..N {
-            S::store(beside.as_mut_ptr().add(n * S::LANES), sums[r][n]);
+            totals[r][n] = S::mul(totals[r][n], S::splat(*x.scales.add(r)));
         }
-        let to = p.out.add(r * p.out_stride);
-        to.copy_from_nonoverlapping(beside.as_ptr(), p.num_columns);
     }
+    let out = p.out.add(row * p.out_stride);
+    store_tile::<S, R, N>(&totals, out, p.out_stride, p.num_columns);
 }
 
-/// Products of whole numbers: a row of `x` is a scale, then 16-bit numbers.
+/// As many rows as a tile has; weights are expanded, and the same numbers come of it.
 #[inline(always)]
-unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
-    const MAX_ROWS: usize = 6;
-    let num_tiles = p.num_rows.div_ceil(MAX_ROWS);
-    let num_pairs = p.num_in.div_ceil(2);
-    let mut prefetch = Prefetch::new(p.next, p.num_bytes, num_tiles * num_pairs.div_ceil(PAIRS));
-    let mut row = 0;
-    for index in 0..num_tiles {
-        let count = (p.num_rows - row).div_ceil(num_tiles - index);
-        match count {
-            1 => tile_of_pairs::<S, 1, N>(p, row, num_pairs, &mut prefetch),
-            2 => tile_of_pairs::<S, 2, N>(p, row, num_pairs, &mut prefetch),
-            3 => tile_of_pairs::<S, 3, N>(p, row, num_pairs, &mut prefetch),
-            4 => tile_of_pairs::<S, 4, N>(p, row, num_pairs, &mut prefetch),
-            5 => tile_of_pairs::<S, 5, N>(p, row, num_pairs, &mut prefetch),
-            _ => tile_of_pairs::<S, MAX_ROWS, N>(p, row, num_pairs, &mut prefetch),
-        }
-        row += count;
-    }
-}
-
-#[inline(always)]
-unsafe fn tile_of_pairs<S: Simd, const R: usize, const N: usize>(
+unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
     p: &Panel,
     row: usize,
-    num_pairs: usize,
     prefetch: &mut Prefetch,
 ) {
     let width = N * S::LANES;
-    let x = p.x.add(row * p.x_stride);
+    let x = Words::<R>::of(p, row);
+    let num_pairs = BLOCK_PAIRS.min(p.num_in); // as above
+    let mut totals = [[S::splat(0.0); N]; R];
+    for block in 0..p.num_in / BLOCK {
+        prefetch.step::<S>();
+        let mut sums = [[S::zero_i32(); N]; R];
+        let first = block * BLOCK_PAIRS;
+        let (x_pairs, w) = (x.pairs.add(first * R), p.scratch.add(first * width));
+        for pair in 0..num_pairs {
+            dot_tile::<S, Expanded, R, N>(x_pairs, w.cast(), pair, &mut sums);
+        }
+        let heads = heads_of::<S, K, N>(p.weights.add(block * K::BYTES * width));
+        for r in 0..R {
+            let inputs = S::splat(*x.sums.add(block * R + r));
+            for n in 0..N {
+                totals[r][n] = K::add::<S>(totals[r][n], sums[r][n], inputs, &heads[n]);
+            }
+        }
+    }
+    for r in 0..R {
+        for n in 0..N {
+            totals[r][n] = S::mul(totals[r][n], S::splat(*x.scales.add(r)));
+        }
+    }
+    let out = p.out.add(row * p.out_stride);
+    store_tile::<S, R, N>(&totals, out, p.out_stride, p.num_columns);
+}
+
+/// A tile's rows in whole numbers, side by side.
+struct Words<const R: usize> {
+    scales: *const f32,
+    pairs: *const f32,
+    /// Of blocks.
+    sums: *const f32,
+}
+
+impl<const R: usize> Words<R> {
+    #[inline(always)]
+    unsafe fn of(p: &Panel, row: usize) -> Words<R> {
+        let scales = p.x.add(row * p.num_words);
+        let pairs = scales.add(R);
+        Words {
+            scales,
+            pairs,
+            sums: pairs.add(p.num_in.div_ceil(2) * R),
+        }
+    }
+}
+
+/// How a panel's whole numbers lie: pair after pair.
+trait Whole {
+    /// Bytes of a pair.
+    const BYTES: usize;
+    unsafe fn load<S: Simd>(from: *const u8) -> S::I;
+}
+
+struct Bytes;
+struct Expanded;
+
+impl Whole for Bytes {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const u8) -> S::I {
+        S::widen_i8(from.cast())
+    }
+}
+
+impl Whole for Expanded {
+    const BYTES: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const u8) -> S::I {
+        S::load_pairs(from)
+    }
+}
+
+/// One pair of inputs of a tile.
+#[inline(always)]
+unsafe fn dot_tile<S: Simd, W: Whole, const R: usize, const N: usize>(
+    x: *const f32,
+    weights: *const u8,
+    pair: usize,
+    sums: &mut [[S::I; N]; R],
+) {
+    let mut w = [S::zero_i32(); N];
+    for n in 0..N {
+        w[n] = W::load::<S>(weights.add(W::BYTES * (pair * N + n) * S::LANES));
+    }
+    S::dot_tile(x.add(pair * R), &w, sums);
+}
+
+/// Products of whole numbers: a row of `x` is a scale, then pairs of 16-bit numbers.
+#[inline(always)]
+unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
+    let width = N * S::LANES;
+    if p.num_rows() == 1 {
+        row!(p, width, row_of_pairs(S, N));
+        return;
+    }
+    let num_tiles = p.last_tile - p.first_tile;
+    let is_widened = num_tiles > FEW_TILES;
+    let num_passes = num_tiles + usize::from(is_widened);
+    let num_steps = p.num_in.div_ceil(2).div_ceil(PAIRS);
+    let mut prefetch = p.prefetch(p.num_panels * num_passes * num_steps);
+    for index in 0..p.num_panels {
+        let p = &p.part(index, 1, width);
+        if is_widened {
+            widen::<S, N>(p, &mut prefetch);
+            let weights = p.scratch.cast();
+            tiles!(S, N, p, |row| tile_of_pairs(S, Expanded)(
+                p,
+                row,
+                weights,
+                &mut prefetch
+            ));
+        } else {
+            tiles!(S, N, p, |row| tile_of_pairs(S, Bytes)(
+                p,
+                row,
+                p.weights,
+                &mut prefetch
+            ));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel) {
+    let num_pairs = p.num_in.div_ceil(2);
+    let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
+    let mut sums = [[S::zero_i32(); N]; J];
+    for pair in 0..num_pairs {
+        let a = S::splat_pair(x.pairs.add(pair).cast());
+        for j in 0..J {
+            let weights = p.weights.add(j * p.panel_bytes);
+            for n in 0..N {
+                let w = S::widen_i8(weights.add(2 * (pair * N + n) * S::LANES).cast());
+                sums[j][n] = S::dot_pairs(sums[j][n], a, w);
+            }
+        }
+    }
+    let mut products = [[S::splat(0.0); N]; J];
+    for j in 0..J {
+        let scales = p
+            .weights
+            .add(j * p.panel_bytes + 2 * num_pairs * N * S::LANES)
+            .cast::<f32>();
+        for n in 0..N {
+            let columns = S::load(scales.add(n * S::LANES));
+            let product = S::mul(S::to_f32(sums[j][n]), S::splat(*x.scales));
+            products[j][n] = S::mul(product, columns);
+        }
+    }
+    store_row::<S, N, J>(p, &products);
+}
+
+/// A panel's bytes as 16-bit numbers: once for all tiles.
+#[inline(always)]
+unsafe fn widen<S: Simd, const N: usize>(p: &Panel, prefetch: &mut Prefetch) {
+    let num_vectors = p.num_in.div_ceil(2) * N;
+    let to = p.scratch.cast::<u8>();
+    for vector in 0..num_vectors {
+        if vector.is_multiple_of(PAIRS * N) {
+            prefetch.step::<S>();
+        }
+        let pairs = S::widen_i8(p.weights.add(2 * vector * S::LANES).cast());
+        S::store_pairs(to.add(4 * vector * S::LANES), pairs);
+    }
+}
+
+#[inline(always)]
+unsafe fn tile_of_pairs<S: Simd, W: Whole, const R: usize, const N: usize>(
+    p: &Panel,
+    row: usize,
+    weights: *const u8,
+    prefetch: &mut Prefetch,
+) {
+    let width = N * S::LANES;
+    let num_pairs = p.num_in.div_ceil(2);
+    let x = Words::<R>::of(p, row);
     let mut sums = [[S::zero_i32(); N]; R];
     let mut done = 0;
     while done < num_pairs {
         prefetch.step::<S>();
         let end = num_pairs.min(done + PAIRS);
-        for pair in done..end {
-            let mut w = [S::zero_i32(); N];
-            for n in 0..N {
-                w[n] = S::widen_i8(p.weights.add(2 * (pair * width + n * S::LANES)).cast());
+        while done + UNROLLED <= end {
+            for place in 0..UNROLLED {
+                dot_tile::<S, W, R, N>(x.pairs, weights, done + place, &mut sums);
             }
-            for r in 0..R {
-                let numbers = x.add(r * p.x_stride + 1).cast::<i16>();
-                let a = S::splat_pair(numbers.add(2 * pair));
-                for n in 0..N {
-                    sums[r][n] = S::dot_pairs(sums[r][n], a, w[n]);
-                }
-            }
+            done += UNROLLED;
         }
-        done = end;
+        while done < end {
+            dot_tile::<S, W, R, N>(x.pairs, weights, done, &mut sums);
+            done += 1;
+        }
     }
     let scales = p.weights.add(2 * num_pairs * width).cast::<f32>();
-    let mut beside = [0.0f32; MAX_WIDTH];
+    let mut products = [[S::splat(0.0); N]; R];
     for r in 0..R {
-        let scale = S::splat(*x.add(r * p.x_stride));
+        let scale = S::splat(*x.scales.add(r));
         for n in 0..N {
             let columns = S::load(scales.add(n * S::LANES));
-            let product = S::mul(S::mul(S::to_f32(sums[r][n]), scale), columns);
-            S::store(beside.as_mut_ptr().add(n * S::LANES), product);
+            products[r][n] = S::mul(S::mul(S::to_f32(sums[r][n]), scale), columns);
         }
-        let to = p.out.add((row + r) * p.out_stride);
-        to.copy_from_nonoverlapping(beside.as_ptr(), p.num_columns);
     }
+    let out = p.out.add(row * p.out_stride);
+    store_tile::<S, R, N>(&products, out, p.out_stride, p.num_columns);
 }
 
-/// Units of a product: each panel with some of the rows.
-pub(crate) fn num_units(num_rows: usize, matrix: &Matrix) -> usize {
-    num_rows.div_ceil(MAX_ROWS) * matrix.num_panels()
+/// Units of a product: each panel with some of the tiles.
+pub(crate) fn num_units(kernels: &Kernels, num_rows: usize, matrix: &Matrix) -> usize {
+    let tile_rows = kernels.tile_rows(matrix.format);
+    let num_tiles = num_rows.div_ceil(tile_rows);
+    num_tiles.div_ceil(MAX_ROWS / tile_rows) * matrix.num_panels()
 }
 
 /// A worker's part of `out = x · matrixᵀ + bias`; all workers call it with the same arguments.
 ///
 /// # Safety
-/// `x` has `num_rows` rows of the matrix's inputs (quantised for an 8-bit one), `out` as many rows of its outputs; they do
-/// not overlap, and nobody else uses `out` before all units are done. A panel's numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set.
+/// `x` points to `num_rows` rows of so many words, by tiles: of the matrix's inputs (quantised for an 8-bit one); `out` has
+/// as many rows of its outputs; they do not overlap, and nobody else uses `out` before all units are done. A panel's
+/// numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set.
 pub(crate) unsafe fn multiply(
     kernels: &Kernels,
-    x: Rows,
+    (x, num_words): (*const f32, usize),
     num_rows: usize,
     matrix: &Matrix,
     out: Rows,
-    units: &Units,
+    (units, worker): (&Units, usize),
     scratch: *mut f32,
 ) {
     let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
-    let (num_units, num_panels) = (num_units(num_rows, matrix), matrix.num_panels());
-    let rows_at_once = num_rows.div_ceil(num_rows.div_ceil(MAX_ROWS).max(1));
-    let mut unit = units.take();
-    while unit < num_units {
-        let following = units.take();
-        let index = unit % num_panels;
-        let first = index * matrix.width;
-        let row = unit / num_panels * rows_at_once;
-        let panel = Panel {
-            x: x.at(row),
-            x_stride: x.stride(),
-            num_rows: rows_at_once.min(num_rows - row),
-            num_in: matrix.num_in,
-            format: matrix.format,
-            weights: matrix.panel(index),
-            next: matrix.panel(following % num_panels),
-            num_bytes: matrix.panel_bytes(),
-            num_columns: matrix.width.min(matrix.num_out - first),
-            bias: if bias.is_null() {
-                bias
-            } else {
-                bias.add(first)
-            },
-            out: out.at(row).add(first),
-            out_stride: out.stride(),
-            scratch,
-        };
-        (kernels.panel)(&panel);
-        units.finish();
-        unit = following;
+    let num_panels = matrix.num_panels();
+    let num_units = num_units(kernels, num_rows, matrix);
+    let tiles = Tiles::new(num_rows, kernels.tile_rows(matrix.format));
+    let tiles_at_once = tiles.len().div_ceil(num_units / num_panels);
+    // As many panels as memory answers streams, but no more bytes than stay near the core until they are needed.
+    let fit = NEAR_BYTES / matrix.panel_bytes();
+    let at_once = if num_rows == 1 { 4 } else { fit.clamp(1, 4) };
+    let mut num_done = 0;
+    let mut taken = units.take_of_share(worker, num_units, at_once);
+    while let Some(some) = taken {
+        taken = units.take_of_share(worker, num_units, at_once);
+        let next = taken.as_ref().map_or(some.start, |next| next.start) % num_panels;
+        num_done += some.len();
+        let mut unit = some.start;
+        while unit < some.end {
+            let index = unit % num_panels;
+            let count = (some.end - unit).min(num_panels - index);
+            let first = index * matrix.width;
+            let first_tile = tiles.len().min(unit / num_panels * tiles_at_once);
+            let panel = Panel {
+                x,
+                num_words,
+                tiles,
+                first_tile,
+                last_tile: tiles.len().min(first_tile + tiles_at_once),
+                num_in: matrix.num_in,
+                format: matrix.format,
+                num_panels: count,
+                panel_bytes: matrix.panel_bytes(),
+                weights: matrix.panel(index),
+                next: matrix.panel(next),
+                num_columns: (count * matrix.width).min(matrix.num_out - first),
+                bias: if bias.is_null() {
+                    bias
+                } else {
+                    bias.add(first)
+                },
+                out: out.at(0).add(first),
+                out_stride: out.stride(),
+                scratch,
+            };
+            (kernels.panel)(&panel);
+            unit += count;
+        }
     }
+    units.finish_all(num_done);
 }

@@ -5,6 +5,7 @@ use crate::attention::{self, Attend, Scratch};
 use crate::gemm::{self, Panel};
 use crate::kv::KvFormat;
 use crate::limits;
+use crate::matrix::Format;
 use crate::rowwise;
 use crate::simd::{self, Simd};
 use crate::tile::{self, Product};
@@ -14,6 +15,8 @@ use crate::tile::{self, Product};
 pub(crate) struct Kernels {
     /// f32 in a vector.
     pub(crate) lanes: usize,
+    /// The most rows of a tile of numbers, and of one of whole numbers.
+    tile_rows: [usize; 2],
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
     /// Multiplies some rows with some columns.
@@ -36,9 +39,10 @@ pub(crate) struct Kernels {
     pub(crate) chains_of_pairs: unsafe fn([i16; 2], usize) -> f32,
 }
 
-/// Compiles every kernel for one instruction set: `$vectors` is the number of vectors in a panel's width.
+/// Compiles every kernel for one instruction set: `$vectors` is the number of vectors in a panel's width, `$pairs` the one in
+/// the width of a panel of whole numbers.
 macro_rules! kernels {
-    ($name:ident, $simd:ty, $vectors:literal $(, $features:literal)?) => {
+    ($name:ident, $simd:ty, $vectors:literal, $pairs:literal $(, $features:literal)?) => {
         mod $name {
             use super::*;
 
@@ -46,6 +50,7 @@ macro_rules! kernels {
 
             pub(super) static KERNELS: Kernels = Kernels {
                 lanes: S::LANES,
+                tile_rows: [tile::max_rows::<S, $vectors>(), tile::max_rows::<S, $pairs>()],
                 panel,
                 block,
                 attend,
@@ -67,7 +72,7 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn panel(panel: &Panel) {
                 // SAFETY: as above.
-                unsafe { gemm::panel::<S, $vectors>(panel) }
+                unsafe { gemm::panel::<S, $vectors, $pairs>(panel) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn block(product: &Product<f32>, num_rows: usize, num_columns: usize) {
@@ -143,18 +148,24 @@ macro_rules! kernels {
     };
 }
 
-kernels!(portable, simd::portable::Portable, 2);
+kernels!(portable, simd::portable::Portable, 2, 2);
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, simd::avx2::Avx2, 2, "avx2,fma,f16c");
+kernels!(avx2, simd::avx2::Avx2, 3, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 kernels!(
     avx512,
     simd::avx512::Avx512,
     3,
+    3,
     "avx512f,avx512bw,avx2,fma,f16c"
 );
 
 impl Kernels {
+    /// The most rows of a tile of a product with such a matrix.
+    pub(crate) fn tile_rows(&self, format: Format) -> usize {
+        self.tile_rows[usize::from(format.is_whole())]
+    }
+
     /// The kernels of an instruction set.
     ///
     /// # Panics

@@ -1,6 +1,6 @@
 //! Linear maps, packed once in the order in which a product reads them: one layout for every number of rows.
 //!
-//! A matrix is cut in *panels* of as many output columns as a tile of the product has (16; 48 with AVX-512); a panel
+//! A matrix is cut in *panels* of as many output columns as a tile of the product has (with AVX2 24); a panel
 //! lies in one piece, its inputs in order, the columns of an input side by side. What is missing of the last panel is
 //! zero. So a product streams each panel once, in order, whatever the number of rows.
 
@@ -18,7 +18,8 @@ pub enum Format {
     /// 1 byte a weight, and a scale for each output; activations are rounded to whole numbers too, with a scale for each
     /// row.
     Int8,
-    /// GGUF's blocks of 32: 1 byte a weight, a float16 scale.
+    /// GGUF's blocks of 32: 1 byte a weight, a float16 scale. Activations are rounded to 16-bit whole numbers, with a scale
+    /// for each row, for this and the next two.
     Q8_0,
     /// GGUF's blocks of 32: 4 bits a weight, a float16 scale.
     Q4_0,
@@ -38,6 +39,11 @@ impl Format {
             Format::Q4_0 => Some(2 + BLOCK / 2),
             Format::Q4_1 => Some(4 + BLOCK / 2),
         }
+    }
+
+    /// Whether what is multiplied are whole numbers.
+    pub(crate) fn is_whole(self) -> bool {
+        !matches!(self, Format::F32 | Format::Bf16)
     }
 
     /// Bytes of a block's scale, and minimum where it has one.
@@ -60,10 +66,12 @@ pub struct Matrix {
     pub(crate) bias: Option<Vec<f32>>,
 }
 
-/// Columns of a panel.
-pub(crate) fn panel_width(isa: Isa) -> usize {
+/// Columns of a panel: the vectors that `kernels!` gives.
+pub(crate) fn panel_width(isa: Isa, format: Format) -> usize {
     match isa {
-        Isa::Portable | Isa::Avx2 => 16,
+        Isa::Portable => 16,
+        Isa::Avx2 if format.is_whole() => 16,
+        Isa::Avx2 => 24,
         Isa::Avx512 => 48,
     }
 }
@@ -97,7 +105,7 @@ impl Matrix {
         }
     }
 
-    /// Packs GGUF's blocks, given row by row: the same bits, in another order.
+    /// Packs GGUF's blocks, given row by row: the same numbers, in another order.
     ///
     /// # Panics
     /// The format has no blocks, or the bytes are no whole rows of them.
@@ -116,8 +124,8 @@ impl Matrix {
         let row_bytes = num_in / BLOCK * block_bytes;
         assert!(rows.len().is_multiple_of(row_bytes), "whole rows");
         let num_out = rows.len() / row_bytes;
-        let width = panel_width(isa);
-        let (head, tail) = (format.head_bytes(), block_bytes - format.head_bytes());
+        let width = panel_width(isa, format);
+        let head = format.head_bytes();
         let mut matrix = empty(isa, format, num_out, num_in, row_bytes * width, bias);
         let panel_bytes = matrix.panel_bytes;
         for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
@@ -125,12 +133,25 @@ impl Matrix {
             let panel = &mut matrix.data.as_bytes_mut()[row / width * panel_bytes..][..panel_bytes];
             let blocks = panel.chunks_exact_mut(block_bytes * width);
             for (to, from) in blocks.zip(bytes.chunks_exact(block_bytes)) {
-                // Scales of all columns, minima of all columns, then byte after byte of all columns.
+                // Scales of all columns, minima of all columns, then weights.
                 for half in 0..head / 2 {
                     to[2 * (half * width + column)..][..2].copy_from_slice(&from[2 * half..][..2]);
                 }
-                for place in 0..tail {
-                    to[(head + place) * width + column] = from[head + place];
+                let (from, to) = (&from[head..], &mut to[head * width..]);
+                for input in 0..BLOCK {
+                    if format == Format::Q8_0 {
+                        to[(input / 2 * width + column) * 2 + input % 2] = from[input];
+                        continue;
+                    }
+                    // Four pairs of inputs are a pair of 16-bit numbers, from their lowest bits on.
+                    let number = if input < BLOCK / 2 {
+                        from[input] & 15
+                    } else {
+                        from[input - BLOCK / 2] >> 4
+                    };
+                    let (group, pair) = (input / 8, input % 8 / 2);
+                    let byte = (group * width + column) * 4 + input % 2 * 2 + pair / 2;
+                    to[byte] |= number << (pair % 2 * 4);
                 }
             }
         }
@@ -173,7 +194,7 @@ fn empty(
     panel_bytes: usize,
     bias: Option<&[f32]>,
 ) -> Matrix {
-    let width = panel_width(isa);
+    let width = panel_width(isa, format);
     let num_bytes = num_out.div_ceil(width) * panel_bytes;
     Matrix {
         format,
@@ -193,7 +214,7 @@ fn pack<E: Element>(
     num_in: usize,
     bias: Option<&[f32]>,
 ) -> Matrix {
-    let width = panel_width(isa);
+    let width = panel_width(isa, format);
     let panel_bytes = num_in * width * size_of::<E>();
     let mut matrix = empty(
         isa,
@@ -230,18 +251,24 @@ fn panels(matrix: &mut Matrix) -> impl Iterator<Item = (usize, &mut [u8])> {
 /// The largest whole number of an 8-bit weight.
 const INT8_LIMIT: f32 = 127.0;
 
-/// The largest whole number of an activation that is multiplied with so many 8-bit weights: their sum fits in 32 bits.
-pub(crate) fn activation_limit(num_in: usize) -> f32 {
-    (i32::MAX as usize / 127 / num_in).min(i16::MAX as usize) as f32
+/// The largest whole number of an activation that is multiplied with so many weights: their sum fits in 32 bits. Sums of
+/// blocks always do.
+pub(crate) fn activation_limit(format: Format, num_in: usize) -> f32 {
+    let num_summed = if format == Format::Int8 {
+        num_in
+    } else {
+        BLOCK
+    };
+    (i32::MAX as usize / 128 / num_summed).min(i16::MAX as usize) as f32
 }
 
 /// Pairs of inputs side by side for each column, then a scale for each column.
 fn pack_int8(isa: Isa, weight: &[f32], num_in: usize, bias: Option<&[f32]>) -> Matrix {
     assert!(
-        activation_limit(num_in) >= 1.0,
+        activation_limit(Format::Int8, num_in) >= 1.0,
         "{num_in} inputs do not fit in 32 bits"
     );
-    let width = panel_width(isa);
+    let width = panel_width(isa, Format::Int8);
     let scales_at = num_in.next_multiple_of(2) * width;
     let num_out = weight.len() / num_in;
     let mut matrix = empty(

@@ -3,6 +3,7 @@
 //! Values live in *slots*, which are reused as soon as a value is read for the last time; slots grow to the largest step
 //! seen, and then nothing is allocated any more. The result's slot is the caller's memory.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -54,8 +55,16 @@ pub(crate) enum Stage {
         cap: f32,
         out: Value,
     },
+    /// Lays rows by tiles, for a product; one row needs none of it.
+    Pack {
+        x: Value,
+        tile_rows: usize,
+        out: Value,
+    },
+    /// `packed` is `x` by tiles, where there is more than one row.
     Multiply {
         x: Value,
+        packed: Value,
         matrix: MatrixId,
         out: Value,
     },
@@ -117,11 +126,12 @@ impl Stage {
             Stage::Norm { x, .. }
             | Stage::Scale { x, .. }
             | Stage::Softcap { x, .. }
-            | Stage::Multiply { x, .. }
+            | Stage::Pack { x, .. }
             | Stage::SiluMul { x, .. }
             | Stage::GeluMul { x, .. }
             | Stage::Quantise { x, .. }
             | Stage::Choose { x, .. } => vec![x],
+            Stage::Multiply { x, packed, .. } => vec![x, packed],
             Stage::AddNorm { x, y, .. } | Stage::Add { x, y, .. } => vec![x, y],
             Stage::Rotate { qkv, cos, sin, .. } => vec![qkv, cos, sin],
             Stage::QkNorm { qkv, .. } | Stage::Store { qkv, .. } | Stage::Attend { qkv, .. } => {
@@ -157,6 +167,7 @@ impl Stage {
             Stage::GeluMul { .. } => "gelu and multiply",
             Stage::Choose { .. } => "choose",
             Stage::Quantise { .. } => "quantise",
+            Stage::Pack { .. } => "pack",
             Stage::Multiply { .. } => "linear",
             Stage::Attend { .. } => "attention",
         }
@@ -171,6 +182,7 @@ impl Stage {
             | Stage::Add { out, .. }
             | Stage::Scale { out, .. }
             | Stage::Softcap { out, .. }
+            | Stage::Pack { out, .. }
             | Stage::Multiply { out, .. }
             | Stage::Attend { out, .. }
             | Stage::SiluMul { out, .. }
@@ -192,13 +204,60 @@ impl Stage {
 }
 
 /// What of a stage is taken, and what is done.
-#[derive(Default)]
 pub(crate) struct Units {
     taken: AtomicUsize,
     done: AtomicUsize,
+    /// What is taken of each worker's share.
+    shares: Box<[Share]>,
 }
 
+/// In a cache line of its own: a worker that counts does not wait for another.
+#[derive(Default)]
+#[repr(align(64))]
+struct Share(AtomicUsize);
+
 impl Units {
+    fn new(num_workers: usize) -> Units {
+        Units {
+            taken: AtomicUsize::new(0),
+            done: AtomicUsize::new(0),
+            shares: (0..num_workers).map(|_| Share::default()).collect(),
+        }
+    }
+
+    fn reset(&mut self) {
+        *self.taken.get_mut() = 0;
+        *self.done.get_mut() = 0;
+        for share in &mut self.shares {
+            *share.0.get_mut() = 0;
+        }
+    }
+
+    /// A worker's next of so many, some at once: of its share, an even part that lies in one piece, then of what others left
+    /// of theirs. Not to be mixed with `take`.
+    pub(crate) fn take_of_share(
+        &self,
+        worker: usize,
+        num_units: usize,
+        at_once: usize,
+    ) -> Option<Range<usize>> {
+        let num_shares = self.shares.len();
+        for place in 0..num_shares {
+            let owner = (worker + place) % num_shares;
+            let start = owner * num_units / num_shares;
+            let len = (owner + 1) * num_units / num_shares - start;
+            let taken = &self.shares[owner].0;
+            // Looked at before: a share that is empty is left alone.
+            if taken.load(Ordering::Relaxed) < len {
+                let first = taken.fetch_add(at_once, Ordering::Relaxed);
+                if first < len {
+                    return Some(start + first..start + len.min(first + at_once));
+                }
+            }
+        }
+        None
+    }
+
     /// The next one's number; there may be none of it left.
     pub(crate) fn take(&self) -> usize {
         self.taken.fetch_add(1, Ordering::Relaxed)
@@ -206,7 +265,12 @@ impl Units {
 
     /// One is done: what it wrote is seen by who sees the count.
     pub(crate) fn finish(&self) {
-        self.done.fetch_add(1, Ordering::AcqRel);
+        self.finish_all(1);
+    }
+
+    /// So many are done.
+    pub(crate) fn finish_all(&self, num_units: usize) {
+        self.done.fetch_add(num_units, Ordering::AcqRel);
     }
 
     fn num_done(&self) -> &AtomicUsize {
@@ -270,8 +334,10 @@ pub struct Program {
 
 /// What a worker computes in.
 struct WorkerScratch {
+    /// Whose it is.
+    worker: usize,
     attention: Scratch,
-    /// An expanded panel.
+    /// A panel of whole numbers, expanded to 16 bits.
     panel: Buffer,
 }
 
@@ -316,21 +382,26 @@ impl Program {
             max_queries: heads.iter().map(|h| h.max_queries()).min().unwrap_or(1),
             ..AttentionPlan::default()
         };
-        let blocks = builder
+        let whole = builder
             .matrices
             .iter()
-            .filter(|matrix| matrix.format.block_bytes().is_some());
-        let expanded = blocks
-            .map(|matrix| matrix.num_in * matrix.width)
+            .filter(|matrix| matrix.format.is_whole());
+        let expanded = whole
+            .map(|matrix| matrix.num_in.div_ceil(2) * matrix.width)
             .max()
             .unwrap_or(0);
         Ok(Program {
             kernels: Kernels::of(builder.isa),
             num_logits_columns: builder.shapes[result.0].width,
-            shared_units: builder.stages.iter().map(|_| Units::default()).collect(),
+            shared_units: builder
+                .stages
+                .iter()
+                .map(|_| Units::new(num_workers))
+                .collect(),
             times: builder.stages.iter().map(|_| AtomicU64::new(0)).collect(),
             scratch: (0..num_workers)
-                .map(|_| WorkerScratch {
+                .map(|worker| WorkerScratch {
+                    worker,
                     attention: Scratch::new(heads.iter().copied()),
                     panel: Buffer::zeroed(expanded),
                 })
@@ -429,7 +500,7 @@ impl Program {
                 step.num_tokens()
             });
         }
-        self.shared_units.fill_with(Units::default);
+        self.shared_units.iter_mut().for_each(Units::reset);
         self.compute(step, kv, logits);
         Ok(())
     }

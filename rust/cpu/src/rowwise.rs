@@ -5,6 +5,7 @@
 )]
 
 use crate::kv::{KvFormat, Stored};
+use crate::matrix::BLOCK;
 use crate::simd::{Bf16, Element, F16, Simd};
 
 /// The most lanes of a vector.
@@ -141,8 +142,8 @@ pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32])
     }
 }
 
-/// A row as whole numbers up to `limit`: a scale, then 16-bit numbers, with a zero behind an odd number of them. A row with
-/// a number that is not finite has the scale NaN.
+/// A row as whole numbers up to `limit`: a scale, then 16-bit numbers, with a zero behind an odd number of them, then sums
+/// of blocks of them if `out` has place for more. A row with a number that is not finite has the scale NaN.
 #[inline(always)]
 pub(crate) unsafe fn quantise<S: Simd>(x: &[f32], limit: f32, out: &mut [f32]) {
     let (scale, whole) = out.split_first_mut().expect("a scale comes first");
@@ -163,6 +164,7 @@ pub(crate) unsafe fn quantise<S: Simd>(x: &[f32], limit: f32, out: &mut [f32]) {
     let unit = if largest > 0.0 { largest / limit } else { 1.0 };
     *scale = unit + nothing;
     let inverse = 1.0 / unit;
+    let (whole, sums) = whole.split_at_mut(x.len().div_ceil(2));
     // SAFETY: 16-bit numbers have no invalid bits, and need less alignment.
     let (_, whole, _) = unsafe { whole.align_to_mut::<i16>() };
     for at in (0..num_whole).step_by(S::LANES) {
@@ -174,6 +176,13 @@ pub(crate) unsafe fn quantise<S: Simd>(x: &[f32], limit: f32, out: &mut [f32]) {
     }
     if !x.len().is_multiple_of(2) {
         whole[x.len()] = 0;
+    }
+    for (sum, block) in sums.iter_mut().zip(whole.chunks_exact(BLOCK)) {
+        let mut total = 0;
+        for &number in block {
+            total += i32::from(number);
+        }
+        *sum = total as f32; // exact
     }
 }
 

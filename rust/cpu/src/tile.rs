@@ -7,6 +7,8 @@
     reason = "kernels: their one contract is that the tile's pointers are valid for its sizes"
 )]
 
+use std::ops::Range;
+
 use crate::simd::{Element, Simd};
 
 /// Inputs between two looks at what is to be prefetched.
@@ -15,6 +17,10 @@ const CHUNK: usize = 32;
 const STREAMS: usize = 4;
 /// The most rows of a tile: with two registers a row, 12 of AVX2's 16 hold sums.
 const MAX_ROWS: usize = 6;
+/// Inputs that a loop over them takes at once: else counting takes the place of multiplying.
+const UNROLLED: usize = 4;
+/// The most columns of a panel.
+const MAX_WIDTH: usize = 48;
 
 /// What is needed next, asked for in even steps beside the work on what is there.
 #[derive(Clone, Copy)]
@@ -118,6 +124,204 @@ unsafe fn tile<S: Simd, E: Element, const R: usize, const N: usize, const TURNED
     for r in 0..R {
         for n in 0..N {
             S::store(t.out.add(r * t.out_stride + n * S::LANES), sums[r][n]);
+        }
+    }
+}
+
+/// The most rows of a tile of `N` vectors: sums, the columns' weights and an input fit in registers.
+pub(crate) const fn max_rows<S: Simd, const N: usize>() -> usize {
+    let fit = (S::NUM_REGISTERS - 1 - N) / N;
+    if fit > 8 { 8 } else { fit }
+}
+
+/// How rows are cut in tiles: as evenly as can be, for the sums of a tile of few rows would wait for themselves.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiles {
+    num_rows: usize,
+    num_tiles: usize,
+}
+
+impl Tiles {
+    pub(crate) fn new(num_rows: usize, max_rows: usize) -> Tiles {
+        Tiles {
+            num_rows,
+            num_tiles: num_rows.div_ceil(max_rows),
+        }
+    }
+
+    pub(crate) fn len(self) -> usize {
+        self.num_tiles
+    }
+
+    /// A tile's first row.
+    pub(crate) fn first(self, tile: usize) -> usize {
+        let rest = self.num_rows % self.num_tiles;
+        tile * (self.num_rows / self.num_tiles) + tile.min(rest)
+    }
+}
+
+/// Lays a tile's rows of words of 32 bits side by side: `to[word][row]`.
+pub(crate) unsafe fn pack(
+    x: *const f32,
+    stride: usize,
+    num_rows: usize,
+    num_words: usize,
+    to: *mut f32,
+) {
+    match num_rows {
+        4 => pack_rows::<4>(x, stride, num_words, to),
+        8 => pack_rows::<8>(x, stride, num_words, to),
+        _ => pack_words(x, stride, num_rows, 0..num_words, to),
+    }
+}
+
+/// Four words at once, which is a square of four rows that vectors of any CPU turn.
+unsafe fn pack_rows<const R: usize>(x: *const f32, stride: usize, num_words: usize, to: *mut f32) {
+    const WORDS: usize = 4;
+    let num_whole = num_words / WORDS * WORDS;
+    for word in (0..num_whole).step_by(WORDS) {
+        let mut rows = [[0.0f32; WORDS]; R];
+        for (row, words) in rows.iter_mut().enumerate() {
+            *words = x.add(row * stride + word).cast::<[f32; WORDS]>().read();
+        }
+        let mut turned = [[0.0f32; R]; WORDS];
+        for place in 0..WORDS {
+            for row in 0..R {
+                turned[place][row] = rows[row][place];
+            }
+        }
+        to.add(word * R).cast::<[[f32; R]; WORDS]>().write(turned);
+    }
+    pack_words(x, stride, R, num_whole..num_words, to);
+}
+
+unsafe fn pack_words(
+    x: *const f32,
+    stride: usize,
+    num_rows: usize,
+    words: Range<usize>,
+    to: *mut f32,
+) {
+    for word in words {
+        for row in 0..num_rows {
+            to.add(word * num_rows + row)
+                .write(x.add(row * stride + word).read());
+        }
+    }
+}
+
+/// A product's rows, by tiles, times one panel.
+pub(crate) struct PanelProduct<E> {
+    /// `[word][row of the tile]`, tile after tile.
+    pub(crate) x: *const f32,
+    pub(crate) tiles: Tiles,
+    /// Those to multiply.
+    pub(crate) first_tile: usize,
+    pub(crate) last_tile: usize,
+    pub(crate) w: *const E,
+    pub(crate) num_in: usize,
+    pub(crate) out: *mut f32,
+    pub(crate) out_stride: usize,
+    /// Of the panel's columns, those that `out` has.
+    pub(crate) num_columns: usize,
+}
+
+impl<E> PanelProduct<E> {
+    /// In each of which something is asked for.
+    pub(crate) fn num_steps(&self) -> usize {
+        (self.last_tile - self.first_tile) * self.num_in.div_ceil(CHUNK)
+    }
+}
+
+/// `out = x · w` of some tiles of rows, two at least in each, with a panel of `N` vectors.
+#[inline(always)]
+pub(crate) unsafe fn panel<S: Simd, E: Element, const N: usize>(
+    p: &PanelProduct<E>,
+    prefetch: &mut Prefetch,
+) {
+    for tile in p.first_tile..p.last_tile {
+        let row = p.tiles.first(tile);
+        let (x, out) = (p.x.add(row * p.num_in), p.out.add(row * p.out_stride));
+        match p.tiles.first(tile + 1) - row {
+            2 => packed_tile::<S, E, 2, N>(p, x, out, prefetch),
+            3 => packed_tile::<S, E, 3, N>(p, x, out, prefetch),
+            4 => packed_tile::<S, E, 4, N>(p, x, out, prefetch),
+            5 if const { max_rows::<S, N>() >= 5 } => {
+                packed_tile::<S, E, 5, N>(p, x, out, prefetch)
+            }
+            6 if const { max_rows::<S, N>() >= 6 } => {
+                packed_tile::<S, E, 6, N>(p, x, out, prefetch)
+            }
+            7 if const { max_rows::<S, N>() >= 7 } => {
+                packed_tile::<S, E, 7, N>(p, x, out, prefetch)
+            }
+            8 if const { max_rows::<S, N>() >= 8 } => {
+                packed_tile::<S, E, 8, N>(p, x, out, prefetch)
+            }
+            _ => unreachable!("no tile of so many rows"),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn packed_tile<S: Simd, E: Element, const R: usize, const N: usize>(
+    t: &PanelProduct<E>,
+    x: *const f32,
+    out: *mut f32,
+    prefetch: &mut Prefetch,
+) {
+    let mut sums = [[S::splat(0.0); N]; R];
+    let mut done = 0;
+    while done < t.num_in {
+        let end = t.num_in.min(done + CHUNK);
+        prefetch.step::<S>();
+        while done + UNROLLED <= end {
+            for place in 0..UNROLLED {
+                let p = done + place;
+                step::<S, E, R, N>(t.w.add(p * N * S::LANES), x.add(p * R), &mut sums);
+            }
+            done += UNROLLED;
+        }
+        while done < end {
+            step::<S, E, R, N>(t.w.add(done * N * S::LANES), x.add(done * R), &mut sums);
+            done += 1;
+        }
+    }
+    store_tile::<S, R, N>(&sums, out, t.out_stride, t.num_columns);
+}
+
+/// One input of a tile.
+#[inline(always)]
+unsafe fn step<S: Simd, E: Element, const R: usize, const N: usize>(
+    w: *const E,
+    x: *const f32,
+    sums: &mut [[S::V; N]; R],
+) {
+    let mut columns = [S::splat(0.0); N];
+    for n in 0..N {
+        columns[n] = E::load::<S>(w.add(n * S::LANES));
+    }
+    S::fma_tile(x, &columns, sums);
+}
+
+/// Writes a tile, whose last columns may have no place.
+#[inline(always)]
+pub(crate) unsafe fn store_tile<S: Simd, const R: usize, const N: usize>(
+    tile: &[[S::V; N]; R],
+    out: *mut f32,
+    stride: usize,
+    num_columns: usize,
+) {
+    let is_whole = num_columns == N * S::LANES;
+    let mut beside = [0.0f32; MAX_WIDTH];
+    for r in 0..R {
+        let row = out.add(r * stride);
+        let to = if is_whole { row } else { beside.as_mut_ptr() };
+        for n in 0..N {
+            S::store(to.add(n * S::LANES), tile[r][n]);
+        }
+        if !is_whole {
+            row.copy_from_nonoverlapping(beside.as_ptr(), num_columns);
         }
     }
 }

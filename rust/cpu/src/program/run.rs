@@ -1,5 +1,6 @@
 //! One worker's part of each stage.
 
+use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 
 use super::{Stage, Units, WorkerScratch};
@@ -11,6 +12,7 @@ use crate::kv::KvView;
 use crate::matrix::Matrix;
 use crate::memory::Rows;
 use crate::step::Step;
+use crate::tile::{self, Tiles};
 
 /// Numbers of a unit of rows, at least: less is not worth sharing.
 const MIN_NUMBERS: usize = 4096;
@@ -79,12 +81,25 @@ impl Running<'_> {
         }
     }
 
-    /// Units of a stage in this step, each of so many rows (or panels, or attention's own).
+    /// Units of a stage in this step, each of so many rows (or tiles, or panels, or attention's own).
     pub(super) fn units_of(&self, stage: &Stage) -> (usize, usize) {
         match *stage {
             Stage::Multiply { matrix, out, .. } => {
-                let num_units = gemm::num_units(self.num_rows(out), &self.matrices[matrix.0]);
-                (num_units, 1)
+                let (num_rows, matrix) = (self.num_rows(out), &self.matrices[matrix.0]);
+                (gemm::num_units(self.kernels, num_rows, matrix), 1)
+            }
+            Stage::Pack { x, tile_rows, .. } => {
+                let (num_rows, width) = (self.num_rows(x), self.width(x));
+                let num_tiles = if num_rows > 1 {
+                    Tiles::new(num_rows, tile_rows).len()
+                } else {
+                    0
+                };
+                let tiles = num_tiles
+                    .div_ceil(2 * self.num_workers)
+                    .max(MIN_NUMBERS / (tile_rows * width))
+                    .max(1);
+                (num_tiles.div_ceil(tiles), tiles)
             }
             Stage::Attend { .. } => (self.attention_units.len(), 1),
             _ => {
@@ -108,21 +123,42 @@ impl Running<'_> {
         let units = &self.shared_units[index];
         match *stage {
             // SAFETY: the caller's; `x` and `out` lie in different slots.
-            Stage::Multiply { x, matrix, out } => unsafe {
+            Stage::Multiply {
+                x,
+                packed,
+                matrix,
+                out,
+            } => unsafe {
                 let matrix = &self.matrices[matrix.0];
                 let num_rows = self.num_rows(out);
+                let x = if num_rows > 1 { packed } else { x };
                 if num_rows > 0 {
                     gemm::multiply(
                         self.kernels,
-                        self.at(x),
+                        (self.at(x).at(0), self.width(x)),
                         num_rows,
                         matrix,
                         self.at(out),
-                        units,
+                        (units, scratch.worker),
                         scratch.panel.as_mut_ptr(),
                     );
                 }
             },
+            Stage::Pack { x, tile_rows, out } => {
+                let tiles = Tiles::new(self.num_rows(x), tile_rows);
+                let (num_units, at_once) = self.units_of(stage);
+                loop {
+                    let unit = units.take();
+                    if unit >= num_units {
+                        return;
+                    }
+                    for tile in unit * at_once..tiles.len().min((unit + 1) * at_once) {
+                        // SAFETY: the caller's; the tile's rows are this worker's.
+                        unsafe { self.pack(x, tiles.first(tile)..tiles.first(tile + 1), out) };
+                    }
+                    units.finish();
+                }
+            }
             Stage::Attend {
                 qkv,
                 layer,
@@ -157,6 +193,18 @@ impl Running<'_> {
                     units.finish();
                 }
             }
+        }
+    }
+
+    /// # Safety
+    /// As for `stage`; the rows are this worker's, and a tile.
+    unsafe fn pack(&self, x: Value, rows: Range<usize>, out: Value) {
+        let width = self.width(x);
+        let (from, stride) = (self.at(x).at(rows.start), self.at(x).stride());
+        // SAFETY: the rows are this worker's; a value by tiles takes no more place than one by rows.
+        unsafe {
+            let to = self.at(out).at(0).add(rows.start * width);
+            tile::pack(from, stride, rows.len(), width, to);
         }
     }
 

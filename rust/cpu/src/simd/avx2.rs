@@ -44,13 +44,6 @@ impl Simd for Avx2 {
         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())))
     }
     #[inline(always)]
-    unsafe fn load_nibbles(from: *const u8) -> (__m256, __m256) {
-        let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
-        let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
-        let high = _mm256_srli_epi32::<4>(bytes);
-        (_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
-    }
-    #[inline(always)]
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
         _mm256_add_ps(a, b)
     }
@@ -77,6 +70,23 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
         _mm256_fmadd_ps(a, b, c)
+    }
+    #[inline(always)]
+    unsafe fn fma_tile<const R: usize, const N: usize>(
+        x: *const f32,
+        w: &[__m256; N],
+        sums: &mut [[__m256; N]; R],
+    ) {
+        if R == 4 && N == 3 {
+            four_by_three(x, w, sums);
+            return;
+        }
+        for r in 0..R {
+            let x = Self::splat(*x.add(r));
+            for n in 0..N {
+                sums[r][n] = Self::fma(x, w[n], sums[r][n]);
+            }
+        }
     }
     #[inline(always)]
     unsafe fn round_exp2(x: __m256) -> (__m256, __m256) {
@@ -119,12 +129,47 @@ impl Simd for Avx2 {
         _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()))
     }
     #[inline(always)]
+    unsafe fn load_pairs(from: *const u8) -> __m256i {
+        _mm256_loadu_si256(from.cast())
+    }
+    #[inline(always)]
+    unsafe fn store_pairs(to: *mut u8, x: __m256i) {
+        _mm256_storeu_si256(to.cast(), x);
+    }
+    #[inline(always)]
+    unsafe fn nibbles(x: __m256i) -> [__m256i; 4] {
+        let mask = _mm256_set1_epi16(15);
+        [
+            _mm256_and_si256(x, mask),
+            _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask),
+            _mm256_and_si256(_mm256_srli_epi16::<8>(x), mask),
+            _mm256_srli_epi16::<12>(x),
+        ]
+    }
+    #[inline(always)]
     unsafe fn splat_pair(from: *const i16) -> __m256i {
         _mm256_set1_epi32(from.cast::<i32>().read_unaligned())
     }
     #[inline(always)]
     unsafe fn dot_pairs(sums: __m256i, a: __m256i, b: __m256i) -> __m256i {
         _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
+    }
+    #[inline(always)]
+    unsafe fn dot_tile<const R: usize, const N: usize>(
+        x: *const f32,
+        w: &[__m256i; N],
+        sums: &mut [[__m256i; N]; R],
+    ) {
+        if R == 6 && N == 2 {
+            six_by_two(x, w, sums);
+            return;
+        }
+        for r in 0..R {
+            let x = Self::splat_pair(x.add(r).cast());
+            for n in 0..N {
+                sums[r][n] = Self::dot_pairs(sums[r][n], x, w[n]);
+            }
+        }
     }
     #[inline(always)]
     unsafe fn to_f32(x: __m256i) -> __m256 {
@@ -150,4 +195,111 @@ impl Simd for Avx2 {
         let pairs = _mm_packs_epi32(low, high);
         _mm_storel_epi64(to.cast(), _mm_packs_epi16(pairs, pairs));
     }
+}
+
+/// `fma_tile` of four rows and three vectors: it takes all registers, and the compiler, which moves loads up, would find
+/// none for a sum.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn four_by_three<const R: usize, const N: usize>(
+    x: *const f32,
+    w: &[__m256; N],
+    sums: &mut [[__m256; N]; R],
+) {
+    std::arch::asm!(
+        "vbroadcastss {x}, dword ptr [{from} + 0]",
+        "vfmadd231ps {s00}, {x}, {w0}",
+        "vfmadd231ps {s01}, {x}, {w1}",
+        "vfmadd231ps {s02}, {x}, {w2}",
+        "vbroadcastss {x}, dword ptr [{from} + 4]",
+        "vfmadd231ps {s10}, {x}, {w0}",
+        "vfmadd231ps {s11}, {x}, {w1}",
+        "vfmadd231ps {s12}, {x}, {w2}",
+        "vbroadcastss {x}, dword ptr [{from} + 8]",
+        "vfmadd231ps {s20}, {x}, {w0}",
+        "vfmadd231ps {s21}, {x}, {w1}",
+        "vfmadd231ps {s22}, {x}, {w2}",
+        "vbroadcastss {x}, dword ptr [{from} + 12]",
+        "vfmadd231ps {s30}, {x}, {w0}",
+        "vfmadd231ps {s31}, {x}, {w1}",
+        "vfmadd231ps {s32}, {x}, {w2}",
+        from = in(reg) x,
+        x = out(ymm_reg) _,
+        w0 = in(ymm_reg) w[0],
+        w1 = in(ymm_reg) w[1],
+        w2 = in(ymm_reg) w[2],
+        s00 = inout(ymm_reg) sums[0][0],
+        s01 = inout(ymm_reg) sums[0][1],
+        s02 = inout(ymm_reg) sums[0][2],
+        s10 = inout(ymm_reg) sums[1][0],
+        s11 = inout(ymm_reg) sums[1][1],
+        s12 = inout(ymm_reg) sums[1][2],
+        s20 = inout(ymm_reg) sums[2][0],
+        s21 = inout(ymm_reg) sums[2][1],
+        s22 = inout(ymm_reg) sums[2][2],
+        s30 = inout(ymm_reg) sums[3][0],
+        s31 = inout(ymm_reg) sums[3][1],
+        s32 = inout(ymm_reg) sums[3][2],
+        options(pure, readonly, nostack, preserves_flags),
+    );
+}
+
+/// `dot_tile` of six rows and two vectors: it takes all registers too.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn six_by_two<const R: usize, const N: usize>(
+    x: *const f32,
+    w: &[__m256i; N],
+    sums: &mut [[__m256i; N]; R],
+) {
+    std::arch::asm!(
+        "vpbroadcastd {x}, dword ptr [{from} + 0]",
+        "vpmaddwd {y}, {x}, {w0}",
+        "vpmaddwd {x}, {x}, {w1}",
+        "vpaddd {s00}, {s00}, {y}",
+        "vpaddd {s01}, {s01}, {x}",
+        "vpbroadcastd {x}, dword ptr [{from} + 4]",
+        "vpmaddwd {y}, {x}, {w0}",
+        "vpmaddwd {x}, {x}, {w1}",
+        "vpaddd {s10}, {s10}, {y}",
+        "vpaddd {s11}, {s11}, {x}",
+        "vpbroadcastd {x}, dword ptr [{from} + 8]",
+        "vpmaddwd {y}, {x}, {w0}",
+        "vpmaddwd {x}, {x}, {w1}",
+        "vpaddd {s20}, {s20}, {y}",
+        "vpaddd {s21}, {s21}, {x}",
+        "vpbroadcastd {x}, dword ptr [{from} + 12]",
+        "vpmaddwd {y}, {x}, {w0}",
+        "vpmaddwd {x}, {x}, {w1}",
+        "vpaddd {s30}, {s30}, {y}",
+        "vpaddd {s31}, {s31}, {x}",
+        "vpbroadcastd {x}, dword ptr [{from} + 16]",
+        "vpmaddwd {y}, {x}, {w0}",
+        "vpmaddwd {x}, {x}, {w1}",
+        "vpaddd {s40}, {s40}, {y}",
+        "vpaddd {s41}, {s41}, {x}",
+        "vpbroadcastd {x}, dword ptr [{from} + 20]",
+        "vpmaddwd {y}, {x}, {w0}",
+        "vpmaddwd {x}, {x}, {w1}",
+        "vpaddd {s50}, {s50}, {y}",
+        "vpaddd {s51}, {s51}, {x}",
+        from = in(reg) x,
+        x = out(ymm_reg) _,
+        y = out(ymm_reg) _,
+        w0 = in(ymm_reg) w[0],
+        w1 = in(ymm_reg) w[1],
+        s00 = inout(ymm_reg) sums[0][0],
+        s01 = inout(ymm_reg) sums[0][1],
+        s10 = inout(ymm_reg) sums[1][0],
+        s11 = inout(ymm_reg) sums[1][1],
+        s20 = inout(ymm_reg) sums[2][0],
+        s21 = inout(ymm_reg) sums[2][1],
+        s30 = inout(ymm_reg) sums[3][0],
+        s31 = inout(ymm_reg) sums[3][1],
+        s40 = inout(ymm_reg) sums[4][0],
+        s41 = inout(ymm_reg) sums[4][1],
+        s50 = inout(ymm_reg) sums[5][0],
+        s51 = inout(ymm_reg) sums[5][1],
+        options(pure, readonly, nostack, preserves_flags),
+    );
 }

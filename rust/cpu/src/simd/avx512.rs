@@ -45,13 +45,6 @@ impl Simd for Avx512 {
         _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
     }
     #[inline(always)]
-    unsafe fn load_nibbles(from: *const u8) -> (__m512, __m512) {
-        let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
-        let low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
-        let high = _mm512_srli_epi32::<4>(bytes);
-        (_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(high))
-    }
-    #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {
         _mm512_add_ps(a, b)
     }
@@ -126,6 +119,24 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn widen_i8(from: *const i8) -> __m512i {
         _mm512_cvtepi8_epi16(_mm256_loadu_si256(from.cast()))
+    }
+    #[inline(always)]
+    unsafe fn load_pairs(from: *const u8) -> __m512i {
+        _mm512_loadu_si512(from.cast())
+    }
+    #[inline(always)]
+    unsafe fn store_pairs(to: *mut u8, x: __m512i) {
+        _mm512_storeu_si512(to.cast(), x);
+    }
+    #[inline(always)]
+    unsafe fn nibbles(x: __m512i) -> [__m512i; 4] {
+        let mask = _mm512_set1_epi16(15);
+        [
+            _mm512_and_si512(x, mask),
+            _mm512_and_si512(_mm512_srli_epi16::<4>(x), mask),
+            _mm512_and_si512(_mm512_srli_epi16::<8>(x), mask),
+            _mm512_srli_epi16::<12>(x),
+        ]
     }
     #[inline(always)]
     unsafe fn splat_pair(from: *const i16) -> __m512i {

@@ -39,8 +39,6 @@ pub(crate) trait Simd {
     unsafe fn load_f16(from: *const u16) -> Self::V;
     /// Signed bytes as numbers.
     unsafe fn load_i8(from: *const i8) -> Self::V;
-    /// The low nibbles of bytes, and the high ones, as numbers from 0 to 15.
-    unsafe fn load_nibbles(from: *const u8) -> (Self::V, Self::V);
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
@@ -49,6 +47,20 @@ pub(crate) trait Simd {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `sums[r][n] + x[r] * w[n]`.
+    #[inline(always)]
+    unsafe fn fma_tile<const R: usize, const N: usize>(
+        x: *const f32,
+        w: &[Self::V; N],
+        sums: &mut [[Self::V; N]; R],
+    ) {
+        for r in 0..R {
+            let x = Self::splat(*x.add(r));
+            for n in 0..N {
+                sums[r][n] = Self::fma(x, w[n], sums[r][n]);
+            }
+        }
+    }
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
     /// The lower half of the lanes with the upper half, and so on with what that leaves.
@@ -64,10 +76,29 @@ pub(crate) trait Simd {
     unsafe fn zero_i32() -> Self::I;
     /// `2 * LANES` signed bytes as 16-bit numbers.
     unsafe fn widen_i8(from: *const i8) -> Self::I;
+    /// A pair of 16-bit numbers for each lane.
+    unsafe fn load_pairs(from: *const u8) -> Self::I;
+    unsafe fn store_pairs(to: *mut u8, x: Self::I);
+    /// Of 16-bit numbers the lowest four bits, the next, the next, and the highest.
+    unsafe fn nibbles(x: Self::I) -> [Self::I; 4];
     /// One pair of 16-bit numbers in every lane.
     unsafe fn splat_pair(from: *const i16) -> Self::I;
     /// `sums + a0 * b0 + a1 * b1` by lane, of pairs of 16-bit numbers.
     unsafe fn dot_pairs(sums: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// `sums[r][n]` and the products of the pair `x[r]` with `w[n]`.
+    #[inline(always)]
+    unsafe fn dot_tile<const R: usize, const N: usize>(
+        x: *const f32,
+        w: &[Self::I; N],
+        sums: &mut [[Self::I; N]; R],
+    ) {
+        for r in 0..R {
+            let x = Self::splat_pair(x.add(r).cast());
+            for n in 0..N {
+                sums[r][n] = Self::dot_pairs(sums[r][n], x, w[n]);
+            }
+        }
+    }
     unsafe fn to_f32(x: Self::I) -> Self::V;
     /// `LANES` nearest whole numbers, ties to even; those beyond 16 bits are anything.
     unsafe fn store_i16(to: *mut i16, x: Self::V);

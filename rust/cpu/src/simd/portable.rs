@@ -48,14 +48,6 @@ impl Simd for Portable {
         each(|i| f32::from(bytes[i]))
     }
     #[inline(always)]
-    unsafe fn load_nibbles(from: *const u8) -> (V, V) {
-        let bytes = from.cast::<[u8; LANES]>().read_unaligned();
-        (
-            each(|i| f32::from(bytes[i] & 15)),
-            each(|i| f32::from(bytes[i] >> 4)),
-        )
-    }
-    #[inline(always)]
     unsafe fn add(a: V, b: V) -> V {
         each(|i| a[i] + b[i])
     }
@@ -118,6 +110,24 @@ impl Simd for Portable {
     unsafe fn widen_i8(from: *const i8) -> Self::I {
         let bytes = from.cast::<[i8; 2 * LANES]>().read_unaligned();
         std::array::from_fn(|i| pair(bytes[2 * i].into(), bytes[2 * i + 1].into()))
+    }
+    #[inline(always)]
+    unsafe fn load_pairs(from: *const u8) -> Self::I {
+        from.cast::<Self::I>().read_unaligned()
+    }
+    #[inline(always)]
+    unsafe fn store_pairs(to: *mut u8, x: Self::I) {
+        to.cast::<Self::I>().write_unaligned(x);
+    }
+    #[inline(always)]
+    unsafe fn nibbles(x: Self::I) -> [Self::I; 4] {
+        const MASK: i32 = 0x000f_000f;
+        [
+            x.map(|x| x & MASK),
+            x.map(|x| (x >> 4) & MASK),
+            x.map(|x| (x >> 8) & MASK),
+            x.map(|x| (x >> 12) & MASK),
+        ]
     }
     #[inline(always)]
     unsafe fn splat_pair(from: *const i16) -> Self::I {
