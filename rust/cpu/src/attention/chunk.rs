@@ -24,12 +24,18 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     for row in (0..w.num_rows).step_by(ROWS) {
         let mut key = 0;
         while key < tile.len() {
-            match tile.len() - key {
+            // Four as two and two, so that one of them does not wait for its own sums.
+            let count = match tile.len() - key {
+                count @ 1..=3 => count,
+                4 => 2,
+                _ => 3,
+            };
+            match count {
                 1 => scores::<S, E, 1>(w, row, key),
                 2 => scores::<S, E, 2>(w, row, key),
                 _ => scores::<S, E, 3>(w, row, key),
             }
-            key += 3;
+            key += count;
         }
     }
     softmax::<S>(a, w, tile, ahead);
@@ -93,20 +99,20 @@ unsafe fn scores<S: Simd, E: Stored, const K: usize>(w: &Work, row: usize, key: 
         }
     }
     for j in 0..K {
-        let mut totals = S::sums(sums[j]);
+        // In memory: numbers of one vector are not to be taken apart where nothing is done with each.
+        let to = w.scores.add((key + j) * w.row_stride + row);
+        to.cast::<[f32; ROWS]>().write_unaligned(S::sums(sums[j]));
         for d in num_whole..w.dim {
             let k = *keys.add(j * w.dim + d);
             for r in 0..ROWS {
-                totals[r] += *queries.add(r * w.dim + d) * k;
+                *to.add(r) += *queries.add(r * w.dim + d) * k;
             }
         }
         if E::SCALE_BYTES > 0 {
             for r in 0..ROWS {
-                totals[r] *= *w.scales.add(key + j);
+                *to.add(r) *= *w.scales.add(key + j);
             }
         }
-        let to = w.scores.add((key + j) * w.row_stride + row);
-        to.cast::<[f32; ROWS]>().write_unaligned(totals);
     }
 }
 

@@ -88,20 +88,20 @@ unsafe fn scores<S: Simd, E: Stored, const R: usize>(
         }
     }
     for r in 0..R {
-        let mut totals = S::sums(sums[r]);
+        // In memory: numbers of one vector are not to be taken apart where nothing is done with each.
+        let to = w.scores.add((row + r) * TILE + place);
+        to.cast::<[f32; KEYS]>().write_unaligned(S::sums(sums[r]));
         for d in num_whole..w.dim {
             let q = *queries.add(r * w.dim + d);
             for j in 0..KEYS {
-                totals[j] += q * (*k[j].add(d)).get();
+                *to.add(j) += q * (*k[j].add(d)).get();
             }
         }
         if E::SCALE_BYTES > 0 {
             for j in 0..KEYS {
-                totals[j] *= E::scale(k[j]);
+                *to.add(j) *= E::scale(k[j]);
             }
         }
-        let to = w.scores.add((row + r) * TILE + place);
-        to.cast::<[f32; KEYS]>().write_unaligned(totals);
     }
 }
 
