@@ -88,6 +88,36 @@ fn a_pool_shrinks_under_its_requests_which_do_not_notice() {
 }
 
 #[test]
+fn what_is_cached_within_a_smaller_pool_is_still_found() {
+    let mut world = World::new(&config());
+    world.submit(&Ask::sized(1, 10, 1));
+    world.drain();
+    assert_eq!(world.core.kv().cache().num_registered(), 5); // blocks 1 to 5
+    world.resize(5).expect("nobody needs more");
+    assert_eq!(world.core.kv().cache().num_registered(), 5);
+    let again = world.submit(&Ask::sized(1, 10, 1));
+    world.drain();
+    assert_eq!(world.account(again).num_hit_tokens, 8);
+    world.resize(4).expect("nobody needs more");
+    assert_eq!(world.core.kv().cache().num_registered(), 4);
+}
+
+#[test]
+fn nobody_leaves_a_pool_that_is_made_as_small_as_what_is_held() {
+    let mut world = World::new(&config());
+    let handles = [1, 2, 3].map(|seed| world.submit(&Ask::sized(seed, 9, 6)));
+    world.plan();
+    assert_eq!(world.core.num_held_blocks(), 15);
+    world.resize(15).expect("each fits by itself");
+    assert!(world.core.is_shrinking());
+    world.plan();
+    for handle in handles {
+        assert_eq!(world.account(handle).num_preemptions, 0);
+    }
+    world.drain();
+}
+
+#[test]
 fn where_all_do_not_fit_the_worst_leave_and_come_back() {
     let mut world = World::new(&config());
     let handles: Vec<u64> = (0..4)
