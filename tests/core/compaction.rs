@@ -194,6 +194,35 @@ fn blocks_that_requests_share_move_once_for_all_of_them_and_are_found_where_they
     assert_eq!(world.account(found).num_hit_tokens, 12);
 }
 
+#[test]
+fn the_moves_of_a_step_change_as_many_tables_as_there_is_room_for() {
+    // One change for each move, and one for each seat: six.
+    let mut world = World::new(&Config {
+        max_num_seqs: 3,
+        max_moves: 3,
+        forced_moves: 3,
+        ..config()
+    });
+    let prompt: Vec<i32> = (0..13).collect();
+    for flavour in 0..3 {
+        world.submit(&Ask {
+            flavour,
+            ..Ask::new(&prompt, 6)
+        });
+    }
+    let mut most = 0;
+    while world.ledger.live().count() > 0 {
+        while let Some(view) = world.plan() {
+            let is_destination = |block: u32| view.moves.iter().any(|&(_, to)| to == block);
+            let changed = view.changes.iter();
+            most = most.max(changed.filter(|change| is_destination(change.2)).count());
+        }
+        world.run();
+        world.commit();
+    }
+    assert_eq!(most, 6, "two blocks of three tables each");
+}
+
 fn contiguous(max_moves: u32) -> World {
     World::new(&Config {
         max_moves,
@@ -274,6 +303,40 @@ fn contiguous_runs_that_do_not_all_fit_a_smaller_pool_stay_until_one_leaves() {
         }
         assert!(world.seen().preemptions > 0);
     }
+}
+
+/// Of three runs in a row of four blocks each the first leaves, and the pool shrinks to the other two. The moves of the next
+/// step, and whether that was not enough.
+fn slid_to_the_new_end(max_moves: u32) -> (usize, bool) {
+    let mut world = World::new(&Config {
+        num_blocks: 12,
+        max_model_len: 9, // a step has room for the longest run at least
+        max_moves,
+        contiguous: true,
+        enable_prefix_caching: false,
+        ..config()
+    });
+    let handles = [1, 2, 3].map(|seed| world.submit(&Ask::sized(seed, 4, 5)));
+    world.turn();
+    world.abort(handles[0]);
+    world.resize(8).expect("two fit");
+    let view = world.plan().expect("they go on");
+    let is_shrinking = world.core.is_shrinking();
+    world.drain();
+    for handle in &handles[1..] {
+        assert_eq!(world.account(*handle).num_preemptions, 0);
+    }
+    (view.moves.len(), is_shrinking)
+}
+
+#[test]
+fn contiguous_runs_that_just_fit_slide_in_one_step_that_has_just_room_for_it() {
+    let (num_moves, is_shrinking) = slid_to_the_new_end(64);
+    assert!(num_moves > 4 && !is_shrinking, "{num_moves}");
+    let exactly = num_moves as u32;
+    assert_eq!(slid_to_the_new_end(exactly), (num_moves, false));
+    let (num_moved, is_shrinking) = slid_to_the_new_end(exactly - 1);
+    assert!(0 < num_moved && num_moved < num_moves && is_shrinking);
 }
 
 #[test]
