@@ -118,6 +118,20 @@ fn nobody_leaves_a_pool_that_is_made_as_small_as_what_is_held() {
 }
 
 #[test]
+fn the_best_stays_though_its_room_is_taken_by_one_that_ends_in_flight() {
+    let mut world = World::new(&config());
+    let best = world.submit(&Ask::sized(1, 9, 3));
+    world.submit(&Ask::sized(2, 13, 2));
+    world.turn(); // the second's last token is in flight
+    world.resize(7).expect("each fits by itself");
+    assert!(world.core.num_held_blocks() > 7 && world.core.num_in_flight() == 1);
+    world.plan();
+    assert_eq!(world.account(best).num_preemptions, 0);
+    world.drain();
+    assert_eq!(world.account(best).num_preemptions, 0);
+}
+
+#[test]
 fn where_all_do_not_fit_the_worst_leave_and_come_back() {
     let mut world = World::new(&config());
     let handles: Vec<u64> = (0..4)
