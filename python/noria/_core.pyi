@@ -140,6 +140,7 @@ class Core:
 
     Raises:
         noria.errors.ConfigError: a value is out of its range.
+        noria.errors.ArrayError: of any method that takes arrays: one has other numbers, dimensions or order.
     """
 
     def __new__(
@@ -495,5 +496,6 @@ class CpuProgram:
 
         Raises:
             ConfigError: `kv_dtype` is none of these.
+            ArrayError: an array has other numbers, dimensions or order than its kind.
             ValueError: an array does not fit the program, the cache or the others; nothing was computed.
         """

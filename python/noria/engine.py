@@ -33,15 +33,16 @@ from noria.runner.base import (
 )
 from noria.runner.step import StepView
 from noria.runner.thread import ThreadRunner
-from noria.scores import Scores, scores_of
+from noria.scores import scores_of
+from noria.seat_table import SeatTable
 from noria.stats import EngineStats, StatsKeeper
 from noria.token_log import TokenLog
+from noria.turn_log import TurnLog
 
 _log = logging.getLogger(__name__)
 
 _NO_TOKEN = "no token could be sampled: its logits are not finite, or its mask is missing or allows nothing"
 _ALL_TOKENS = 2**31 - 1  # `finish` cuts at what there is
-_NOBODY = -1
 
 
 class EngineDeadError(NoriaError):
@@ -118,13 +119,9 @@ class Engine:
         self._last_failure = "the step failed"
         self._dead: str | None = None
         self._work_since_us: int | None = None  # set by the submit that ended idleness, until a launch
-        num_seats = core.layout.max_num_seqs
-        self._seat_handles = np.full(num_seats, _NOBODY, dtype=np.int64)
-        self._seat_prompt_tokens = np.zeros(num_seats, dtype=np.int64)
-        self._stats = StatsKeeper(core, num_seats)
-        self._rows: list[npt.NDArray[np.int64]] = []  # this turn's events, and when they came
-        self._times: list[tuple[int, int]] = []
-        self._scores: list[Scores] = []  # of this turn
+        self._seats = SeatTable(core.layout.max_num_seqs)
+        self._stats = StatsKeeper(core, core.layout.max_num_seqs)
+        self._told = TurnLog()
         self._num_scored = 0  # requests that ask for them
         self._interrupt: KeyboardInterrupt | None = None  # that a logits edit raised, until someone asks
         self._log = TokenLog()
@@ -154,7 +151,7 @@ class Engine:
     @property
     def seat_handles(self) -> npt.NDArray[np.int64]:
         """`[max_num_seqs]`: who holds each seat, a copy; −1 for nobody."""
-        return self._seat_handles.copy()
+        return self._seats.handles
 
     @property
     def seconds_to_expiry(self) -> float | None:
@@ -248,7 +245,7 @@ class Engine:
             ttft_target_us=hints.ttft_target_us,
             itl_target_us=hints.itl_target_us,
             adapter=hints.adapter_id,
-            expires_us=_expiry_us(hints, now_us),
+            expires_us=hints.expiry_us(now_us),
             stop_token_ids=_token_array(stop_token_ids) if len(stop_token_ids) else None,
             cache_salt=cache_salt,
             parked=parked,
@@ -282,7 +279,7 @@ class Engine:
         has_ended = self._core.finish(handle, num_output_tokens, reason, _now_us())
         if has_ended:
             # Its FINISHED comes later, but no mask is wanted for it any more.
-            self._seat_handles[self._seat_handles == handle] = _NOBODY
+            self._seats.forget(handle)
             if reason == _core.ERROR:
                 self._causes[handle] = cause
         return has_ended
@@ -394,18 +391,11 @@ class Engine:
         if result is not None:
             self._take_result(result)
             self._resize_kv_memory()
-        elif not self._rows:
+        elif not self._told:
             if self.has_work:
                 raise NoriaError(f"the core is idle while {len(self._requests)} requests wait")
             return None
-        rows = np.concatenate(self._rows) if self._rows else np.empty((0, 4), dtype=np.int64)
-        counts, times = zip(*self._times, strict=True) if self._times else ((), ())
-        times_us = np.repeat(np.asarray(times, dtype=np.int64), np.asarray(counts, dtype=np.int64))
-        events = Events(rows, times_us, tuple(self._scores))
-        self._rows.clear()
-        self._times.clear()
-        self._scores.clear()
-        return events
+        return self._told.take()
 
     def _plan_ahead(self) -> None:
         while len(self._in_flight) < self._depth and self._held is None and not self._resize_kv_memory():
@@ -437,16 +427,15 @@ class Engine:
         self._stats.policy_cost = self._policy.cost
 
     def _launch(self, step: int, view: StepView, now_us: int) -> None:
-        self._seat_handles[view.lost] = _NOBODY
+        self._seats.lose(view.lost)
         inits: Sequence[SeatInit] = ()
         if view.num_gained:
-            seats, handles = view.gained_seats, view.gained_handles
+            handles = view.gained_handles
             inits = [self._seat_init(handle) for handle in handles.tolist()]
-            self._seat_handles[seats] = handles
-            self._seat_prompt_tokens[seats] = [init.num_prompt_tokens for init in inits]
+            self._seats.gain(view.gained_seats, handles, [init.num_prompt_tokens for init in inits])
         max_idle_us = None if self._work_since_us is None else now_us - self._work_since_us
         self._work_since_us = None
-        row_handles = self._seat_handles[view.row_seat] if self._num_scored else None
+        row_handles = self._seats.of_rows(view) if self._num_scored else None
         launched = _InFlight(step, self._next_buffer, max_idle_us, row_handles)
         self._in_flight.append(launched)
         self._runner.forward(step, launched.buffer_index, inits)
@@ -468,18 +457,8 @@ class Engine:
         held = self._held
         if held is None or self._in_flight[0] is not held:
             return
-        view = self._ring[held.buffer_index]
-        (rows,) = np.nonzero(view.row_flags & _core.HOST_MASKED)
-        rows = rows[self._seat_handles[view.row_seat[rows]] != _NOBODY]
-        masks = None
-        if len(rows):
-            seats = view.row_seat[rows]
-            ends = (view.row_start[rows] + view.row_count[rows]).astype(np.int64)
-            masks = self._masks(
-                MaskRequest(
-                    held.step, rows, self._seat_handles[seats], ends - self._seat_prompt_tokens[seats]
-                )
-            )
+        request = self._seats.mask_request(held.step, self._ring[held.buffer_index])
+        masks = None if request is None else self._masks(request)
         self._held = None
         self._runner.sample(held.step, masks)
 
@@ -507,7 +486,7 @@ class Engine:
             if sampled.interrupt is not None:
                 self._interrupt = sampled.interrupt
             if oldest.row_handles is not None:
-                self._scores += scores_of(sampled, oldest.row_handles)
+                self._told.add_scores(scores_of(sampled, oldest.row_handles))
         idle_us = result.forward_wait_us
         if oldest.max_idle_us is not None:
             idle_us = min(idle_us, oldest.max_idle_us)
@@ -521,13 +500,12 @@ class Engine:
         if not num_events:
             return
         rows = self._core.events[:num_events].copy()
-        self._rows.append(rows)
-        self._times.append((num_events, now_us))
+        self._told.add(rows, now_us)
         self._log.add(rows)
         finished = rows[rows[:, 1] == _core.FINISHED]
         if not len(finished):
             return
-        self._seat_handles[np.isin(self._seat_handles, finished[:, 0])] = _NOBODY
+        self._seats.forget(finished[:, 0])
         for handle in finished[:, 0].tolist():
             self._num_scored -= self._requests.pop(handle).is_scored
         self._log.forget(finished[:, 0])
@@ -608,13 +586,6 @@ def start_engine(
         kv_memory=kv_memory,
         policy=policy,
     )
-
-
-def _expiry_us(hints: SchedulingHints, now_us: int) -> int | None:
-    """When a request expires, on the core's clock."""
-    if hints.expires_at is None:
-        return None
-    return max(0, now_us + round((hints.expires_at - time.time()) * 1e6))
 
 
 def _token_array(ids: npt.ArrayLike) -> npt.NDArray[np.int32]:

@@ -19,6 +19,20 @@ class ConfigError(NoriaError, ValueError):
         self.value = value
 
 
+class ArrayError(NoriaError, TypeError):
+    """An array for the core has other numbers, dimensions or order than it reads.
+
+    Attributes:
+        name: the argument.
+        value: what was given, in words.
+    """
+
+    def __init__(self, message: str, *, name: str, value: str) -> None:
+        super().__init__(message)
+        self.name = name
+        self.value = value
+
+
 class RejectedError(NoriaError, ValueError):
     """A request was refused at submit; nothing of it was kept.
 

@@ -1,6 +1,7 @@
 """What a sender may tell of a request, for the scheduler to go by; none of it changes a token."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,12 @@ class SchedulingHints:
     def itl_target_us(self) -> int:
         """`itl_target_ms` in the core's unit."""
         return round(self.itl_target_ms * 1000)
+
+    def expiry_us(self, now_us: int) -> int | None:
+        """`expires_at` on the core's clock, which says `now_us`."""
+        if self.expires_at is None:
+            return None
+        return max(0, now_us + round((self.expires_at - time.time()) * 1e6))
 
 
 def _id_of(name: str) -> int:

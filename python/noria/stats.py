@@ -1,6 +1,8 @@
 """What an engine has done so far: sums over its step records, and time by stage."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +130,30 @@ class EngineStats:
         )
 
 
+STEPS_A_FOLD: Final = 1024
+"""Steps after which records are taken: that copies the core's ring, which has room for four times as many."""
+
+
+class RecordReader:
+    """Takes the core's step records, each once.
+
+    Args:
+        records: the last of them, oldest first: `Core.records`, or `Engine.records`.
+    """
+
+    def __init__(self, records: Callable[[], npt.NDArray[np.int64]]) -> None:
+        self._records = records
+        self._last_step = -1
+
+    def take(self) -> npt.NDArray[np.int64]:
+        """`[n, len(RECORD_FIELDS)]`: those since the last call, as far as the core has them still."""
+        records = self._records()
+        fresh = records[_of(records, "step") > self._last_step]
+        if len(fresh):
+            self._last_step = int(fresh[-1, _COLUMN["step"]])
+        return fresh
+
+
 class StatsKeeper:
     """Adds up step records before the core's ring drops them.
 
@@ -136,17 +162,13 @@ class StatsKeeper:
         num_seats: seats there are.
     """
 
-    # A fold costs a copy of the ring, so it is done once in many steps; the core keeps more than this.
-    _STEPS_A_FOLD = 1024
-
     def __init__(self, core: Core, num_seats: int) -> None:
-        self._core = core
+        self._records = RecordReader(core.records)
         self._num_seats = num_seats
         self._sums = np.zeros(len(RECORD_FIELDS), dtype=np.int64)
         self._num_steps = 0
         self._num_decode_steps = 0
         self._peak_held_blocks = 0
-        self._last_step = -1
         self._num_unfolded = 0
         self.plan_us = 0
         self.commit_us = 0
@@ -172,16 +194,14 @@ class StatsKeeper:
         self._sample_us += result.sample_us
         self._idle_us += idle_us
         self._num_unfolded += 1
-        if self._num_unfolded >= self._STEPS_A_FOLD:
+        if self._num_unfolded >= STEPS_A_FOLD:
             self._fold()
 
     def _fold(self) -> None:
-        records = self._core.records()  # [n, len(RECORD_FIELDS)]
-        fresh = records[records[:, _COLUMN["step"]] > self._last_step]
+        fresh = self._records.take()
         self._num_unfolded = 0
         if not len(fresh):
             return
-        self._last_step = int(fresh[-1, _COLUMN["step"]])
         self._sums += fresh.sum(axis=0)
         self._num_steps += len(fresh)
         sampled = (_of(fresh, "num_sample_rows") > 0) & (_of(fresh, "has_failed") == 0)

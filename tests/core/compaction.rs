@@ -88,6 +88,50 @@ fn a_pool_shrinks_under_its_requests_which_do_not_notice() {
 }
 
 #[test]
+fn what_is_cached_within_a_smaller_pool_is_still_found() {
+    let mut world = World::new(&config());
+    world.submit(&Ask::sized(1, 10, 1));
+    world.drain();
+    assert_eq!(world.core.kv().cache().num_registered(), 5); // blocks 1 to 5
+    world.resize(5).expect("nobody needs more");
+    assert_eq!(world.core.kv().cache().num_registered(), 5);
+    let again = world.submit(&Ask::sized(1, 10, 1));
+    world.drain();
+    assert_eq!(world.account(again).num_hit_tokens, 8);
+    world.resize(4).expect("nobody needs more");
+    assert_eq!(world.core.kv().cache().num_registered(), 4);
+}
+
+#[test]
+fn nobody_leaves_a_pool_that_is_made_as_small_as_what_is_held() {
+    let mut world = World::new(&config());
+    let handles = [1, 2, 3].map(|seed| world.submit(&Ask::sized(seed, 9, 6)));
+    world.plan();
+    assert_eq!(world.core.num_held_blocks(), 15);
+    world.resize(15).expect("each fits by itself");
+    assert!(world.core.is_shrinking());
+    world.plan();
+    for handle in handles {
+        assert_eq!(world.account(handle).num_preemptions, 0);
+    }
+    world.drain();
+}
+
+#[test]
+fn the_best_stays_though_its_room_is_taken_by_one_that_ends_in_flight() {
+    let mut world = World::new(&config());
+    let best = world.submit(&Ask::sized(1, 9, 3));
+    world.submit(&Ask::sized(2, 13, 2));
+    world.turn(); // the second's last token is in flight
+    world.resize(7).expect("each fits by itself");
+    assert!(world.core.num_held_blocks() > 7 && world.core.num_in_flight() == 1);
+    world.plan();
+    assert_eq!(world.account(best).num_preemptions, 0);
+    world.drain();
+    assert_eq!(world.account(best).num_preemptions, 0);
+}
+
+#[test]
 fn where_all_do_not_fit_the_worst_leave_and_come_back() {
     let mut world = World::new(&config());
     let handles: Vec<u64> = (0..4)
@@ -162,6 +206,35 @@ fn blocks_that_requests_share_move_once_for_all_of_them_and_are_found_where_they
     let found = world.submit(&ask(5));
     world.drain();
     assert_eq!(world.account(found).num_hit_tokens, 12);
+}
+
+#[test]
+fn the_moves_of_a_step_change_as_many_tables_as_there_is_room_for() {
+    // One change for each move, and one for each seat: six.
+    let mut world = World::new(&Config {
+        max_num_seqs: 3,
+        max_moves: 3,
+        forced_moves: 3,
+        ..config()
+    });
+    let prompt: Vec<i32> = (0..13).collect();
+    for flavour in 0..3 {
+        world.submit(&Ask {
+            flavour,
+            ..Ask::new(&prompt, 6)
+        });
+    }
+    let mut most = 0;
+    while world.ledger.live().count() > 0 {
+        while let Some(view) = world.plan() {
+            let is_destination = |block: u32| view.moves.iter().any(|&(_, to)| to == block);
+            let changed = view.changes.iter();
+            most = most.max(changed.filter(|change| is_destination(change.2)).count());
+        }
+        world.run();
+        world.commit();
+    }
+    assert_eq!(most, 6, "two blocks of three tables each");
 }
 
 fn contiguous(max_moves: u32) -> World {
@@ -244,6 +317,40 @@ fn contiguous_runs_that_do_not_all_fit_a_smaller_pool_stay_until_one_leaves() {
         }
         assert!(world.seen().preemptions > 0);
     }
+}
+
+/// Of three runs in a row of four blocks each the first leaves, and the pool shrinks to the other two. The moves of the next
+/// step, and whether that was not enough.
+fn slid_to_the_new_end(max_moves: u32) -> (usize, bool) {
+    let mut world = World::new(&Config {
+        num_blocks: 12,
+        max_model_len: 9, // a step has room for the longest run at least
+        max_moves,
+        contiguous: true,
+        enable_prefix_caching: false,
+        ..config()
+    });
+    let handles = [1, 2, 3].map(|seed| world.submit(&Ask::sized(seed, 4, 5)));
+    world.turn();
+    world.abort(handles[0]);
+    world.resize(8).expect("two fit");
+    let view = world.plan().expect("they go on");
+    let is_shrinking = world.core.is_shrinking();
+    world.drain();
+    for handle in &handles[1..] {
+        assert_eq!(world.account(*handle).num_preemptions, 0);
+    }
+    (view.moves.len(), is_shrinking)
+}
+
+#[test]
+fn contiguous_runs_that_just_fit_slide_in_one_step_that_has_just_room_for_it() {
+    let (num_moves, is_shrinking) = slid_to_the_new_end(64);
+    assert!(num_moves > 4 && !is_shrinking, "{num_moves}");
+    let exactly = num_moves as u32;
+    assert_eq!(slid_to_the_new_end(exactly), (num_moves, false));
+    let (num_moved, is_shrinking) = slid_to_the_new_end(exactly - 1);
+    assert!(0 < num_moved && num_moved < num_moves && is_shrinking);
 }
 
 #[test]

@@ -204,6 +204,9 @@ fn a_pool_is_not_made_smaller_than_what_is_pinned() {
     let pin = only_pin(&world);
     let last = *world.core.pinned(pin).iter().max().expect("there are some");
     world.resize(last.0).expect("what is pinned stays in it");
+    assert_eq!(world.pin(pinned, 6), Ok(3), "up to the last block of all");
+    let again = *world.pins.keys().last().expect("there are two");
+    world.unpin(again);
     world.resize(20).expect("any larger size does");
     let value = last.0 - 1;
     let refused = ResizeError::Pinned { block: last, value };

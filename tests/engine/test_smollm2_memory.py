@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch_harness import Answer, Ask, TorchBench, answers_alone, tiny_config
 
-from noria.cli.options import find_smollm2
 from noria.config import EngineConfig
-from noria.errors import NoriaError
 from noria.models import Model, load_model, model
 from noria.sampling.params import SamplingParams
 from noria.text.tokenizer import load_tokenizer
@@ -31,16 +29,8 @@ def load(path: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def gguf() -> Path:
-    try:
-        return find_smollm2()
-    except NoriaError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def asks(gguf: Path) -> list[Ask]:
-    tokenizer = load_tokenizer(gguf)
+def asks(smollm2_path: Path) -> list[Ask]:
+    tokenizer = load_tokenizer(smollm2_path)
     asks = []
     for seed, question in enumerate(QUESTIONS):
         text = tokenizer.apply_chat_template([{"role": "user", "content": question}])
@@ -50,8 +40,8 @@ def asks(gguf: Path) -> list[Ask]:
 
 
 @pytest.fixture(scope="module")
-def smollm2(gguf: Path) -> Model:
-    return load(gguf)
+def smollm2(smollm2_path: Path) -> Model:
+    return load(smollm2_path)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +50,7 @@ def alone(smollm2: Model, asks: list[Ask]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def windowed(gguf: Path) -> Iterator[Model]:
+def windowed(smollm2_path: Path) -> Iterator[Model]:
     """The same weights, with a window in every layer."""
     read = model.read_gguf_config
 
@@ -70,7 +60,7 @@ def windowed(gguf: Path) -> Iterator[Model]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "read_gguf_config", with_windows)
-        yield load(gguf)
+        yield load(smollm2_path)
 
 
 def config(**changes: object) -> EngineConfig:

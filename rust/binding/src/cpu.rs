@@ -9,13 +9,11 @@ use noria_cpu::{
     Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate, int8_rate,
     read_bandwidth,
 };
-use numpy::{
-    PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
-    PyUntypedArrayMethods,
-};
+use numpy::{Ix1, Ix2, IxDyn, PyReadwriteArrayDyn, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::arrays;
 use crate::errors;
 
 /// The instruction set that the CPU backend uses here.
@@ -122,12 +120,14 @@ impl CpuBuilder {
         })
     }
 
-    fn table(&mut self, numbers: PyReadonlyArray2<'_, f32>) -> PyResult<usize> {
+    fn table(&mut self, numbers: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let numbers = arrays::read::<f32, Ix2>("numbers", numbers)?;
         let width = numbers.shape()[1];
         Ok(self.get()?.table(numbers.as_slice()?.to_vec(), width).0)
     }
 
-    fn vector(&mut self, numbers: PyReadonlyArray1<'_, f32>) -> PyResult<usize> {
+    fn vector(&mut self, numbers: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let numbers = arrays::read::<f32, Ix1>("numbers", numbers)?;
         Ok(self.get()?.vector(numbers.as_slice()?.to_vec()).0)
     }
 
@@ -135,8 +135,8 @@ impl CpuBuilder {
     fn matrix(
         &mut self,
         py: Python<'_>,
-        weight: PyReadonlyArray2<'_, f32>,
-        bias: Option<PyReadonlyArray1<'_, f32>>,
+        weight: &Bound<'_, PyAny>,
+        bias: Option<&Bound<'_, PyAny>>,
         storage: &str,
     ) -> PyResult<usize> {
         let format = match storage {
@@ -148,6 +148,9 @@ impl CpuBuilder {
                 return Err(errors::named(py, "storage", other.to_owned(), expected));
             }
         };
+        let weight = arrays::read::<f32, Ix2>("weight", weight)?;
+        let bias = bias.map(|bias| arrays::read::<f32, Ix1>("bias", bias));
+        let bias = bias.transpose()?;
         let num_in = weight.shape()[1];
         let (weight, bias) = (
             weight.as_slice()?,
@@ -162,9 +165,9 @@ impl CpuBuilder {
     fn matrix_of_blocks(
         &mut self,
         py: Python<'_>,
-        rows: PyReadonlyArray2<'_, u8>,
+        rows: &Bound<'_, PyAny>,
         in_features: usize,
-        bias: Option<PyReadonlyArray1<'_, f32>>,
+        bias: Option<&Bound<'_, PyAny>>,
         storage: &str,
     ) -> PyResult<usize> {
         let format = match storage {
@@ -180,6 +183,9 @@ impl CpuBuilder {
                 ));
             }
         };
+        let rows = arrays::read::<u8, Ix2>("rows", rows)?;
+        let bias = bias.map(|bias| arrays::read::<f32, Ix1>("bias", bias));
+        let bias = bias.transpose()?;
         let isa = self.get()?.isa();
         let (rows, bias) = (rows.as_slice()?, bias.as_ref().map(|bias| bias.as_slice()));
         let bias = bias.transpose()?;
@@ -330,18 +336,28 @@ impl CpuProgram {
     fn run(
         &mut self,
         py: Python<'_>,
-        input_ids: PyReadonlyArray1<'_, i64>,
-        positions: PyReadonlyArray1<'_, i64>,
-        slot_mapping: PyReadonlyArray1<'_, i64>,
-        cu_seqlens_q: PyReadonlyArray1<'_, i32>,
-        context_lens: PyReadonlyArray1<'_, i32>,
-        row_seats: PyReadonlyArray1<'_, i64>,
-        block_tables: PyReadonlyArray2<'_, i32>,
-        logits_indices: PyReadonlyArray1<'_, i64>,
-        kv: &Bound<'_, PyArrayDyn<u8>>,
+        input_ids: &Bound<'_, PyAny>,
+        positions: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        cu_seqlens_q: &Bound<'_, PyAny>,
+        context_lens: &Bound<'_, PyAny>,
+        row_seats: &Bound<'_, PyAny>,
+        block_tables: &Bound<'_, PyAny>,
+        logits_indices: &Bound<'_, PyAny>,
+        kv: &Bound<'_, PyAny>,
         kv_dtype: &str,
-        mut logits: PyReadwriteArray2<'_, f32>,
+        logits: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
+        let input_ids = arrays::read::<i64, Ix1>("input_ids", input_ids)?;
+        let positions = arrays::read::<i64, Ix1>("positions", positions)?;
+        let slot_mapping = arrays::read::<i64, Ix1>("slot_mapping", slot_mapping)?;
+        let cu_seqlens_q = arrays::read::<i32, Ix1>("cu_seqlens_q", cu_seqlens_q)?;
+        let context_lens = arrays::read::<i32, Ix1>("context_lens", context_lens)?;
+        let row_seats = arrays::read::<i64, Ix1>("row_seats", row_seats)?;
+        let block_tables = arrays::read::<i32, Ix2>("block_tables", block_tables)?;
+        let logits_indices = arrays::read::<i64, Ix1>("logits_indices", logits_indices)?;
+        let mut kv = arrays::write::<u8, IxDyn>("kv", kv)?;
+        let mut logits = arrays::write::<f32, Ix2>("logits", logits)?;
         let step = Step {
             input_ids: input_ids.as_slice()?,
             positions: positions.as_slice()?,
@@ -356,7 +372,7 @@ impl CpuProgram {
         let logits = logits.as_slice_mut()?;
         let format = kv_format(py, kv_dtype)?;
         let program = &mut self.program;
-        with_kv(kv, format, |view| {
+        with_kv(&mut kv, format, |view| {
             py.detach(|| program.run(&step, &view, logits))
         })?
         .map_err(|error| PyValueError::new_err(error.to_string()))
@@ -393,12 +409,11 @@ fn kv_format(py: Python<'_>, name: &str) -> PyResult<KvFormat> {
 
 /// Calls `run` with a view of `[num_layers, 2, num_blocks, block_size, num_kv_heads, head bytes]` bytes.
 fn with_kv<T>(
-    kv: &Bound<'_, PyArrayDyn<u8>>,
+    kv: &mut PyReadwriteArrayDyn<'_, u8>,
     format: KvFormat,
     run: impl FnOnce(KvView) -> T,
 ) -> PyResult<T> {
-    let mut borrowed = kv.try_readwrite()?;
-    let base = borrowed.as_slice_mut()?.as_mut_ptr();
+    let base = kv.as_slice_mut()?.as_mut_ptr();
     Ok(run(view(base, format, kv.shape())?))
 }
 

@@ -58,6 +58,15 @@ pub(crate) fn named(py: Python<'_>, name: &str, value: String, expected: &str) -
     })
 }
 
+/// An array that is not as it is read.
+pub(crate) fn array(py: Python<'_>, name: &str, value: String, expected: &str) -> PyErr {
+    let message = format!("{name} is {value}, but must be {expected}.");
+    raise(py, "ArrayError", message, |attributes| {
+        attributes.set_item("name", name)?;
+        attributes.set_item("value", value)
+    })
+}
+
 pub(crate) fn resize(py: Python<'_>, error: ResizeError) -> PyErr {
     match error {
         ResizeError::NumBlocks { value, low, high } => named(

@@ -2,10 +2,11 @@
 
 use noria_core::expand::{SeatState, StepArrays, apply, expand};
 use noria_core::header;
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
+use numpy::{Ix1, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::arrays;
 use crate::layout::StepLayout;
 
 /// A runner's seat state, and the arrays that a model reads.
@@ -56,8 +57,9 @@ impl Expander {
     }
 
     /// Applies lost and gained seats and table changes, then expands the rows.
-    fn expand(&self, py: Python<'_>, buffer: PyReadonlyArray1<'_, i32>) -> PyResult<()> {
+    fn expand(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<()> {
         let layout: noria_core::StepLayout = (*self.layout.get()).into();
+        let buffer = arrays::read::<i32, Ix1>("buffer", buffer)?;
         let buffer = buffer.as_slice()?;
         if buffer.len() != layout.size || buffer[header::MAGIC] != header::MAGIC_VALUE {
             return Err(PyValueError::new_err(format!(

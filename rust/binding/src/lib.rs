@@ -5,6 +5,7 @@
     reason = "PyO3 hands arguments over by value"
 )]
 
+mod arrays;
 mod core;
 mod cpu;
 mod errors;
