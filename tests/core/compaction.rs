@@ -349,8 +349,8 @@ fn contiguous_runs_that_just_fit_slide_in_one_step_that_has_just_room_for_it() {
     assert!(num_moves > 4 && !is_shrinking, "{num_moves}");
     let exactly = num_moves as u32;
     assert_eq!(slid_to_the_new_end(exactly), (num_moves, false));
-    let (num_moved, is_shrinking) = slid_to_the_new_end(exactly - 1);
-    assert!(0 < num_moved && num_moved < num_moves && is_shrinking);
+    let (fewer, is_shrinking) = slid_to_the_new_end(exactly - 1);
+    assert!(0 < fewer && fewer < num_moves && is_shrinking);
 }
 
 #[test]
