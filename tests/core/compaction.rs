@@ -1,6 +1,6 @@
 //! Blocks that move: why, where to, and at what cost.
 
-use noria_core::{Admission, Config, FinishReason, Handle, ResizeError, Seat};
+use noria_core::{Admission, BlockId, Config, FinishReason, Handle, ResizeError, Seat};
 
 use crate::support::{Ask, World};
 
@@ -319,6 +319,33 @@ fn contiguous_runs_that_do_not_all_fit_a_smaller_pool_stay_until_one_leaves() {
     }
 }
 
+#[test]
+fn a_shared_block_beyond_a_smaller_pool_moves_once_for_all() {
+    let mut world = World::new(&config());
+    world.submit(&Ask::sized(9, 12, 8)); // lies in front
+    let prompt: Vec<i32> = (0..13).collect();
+    for flavour in 0..3 {
+        world.submit(&Ask {
+            flavour,
+            ..Ask::new(&prompt, 4)
+        });
+    }
+    world.plan();
+    let shared: Vec<BlockId> = world.core.kv().table(Seat(1))[..6].to_vec();
+    assert_eq!(world.core.kv().table(Seat(2))[..6], shared);
+    world.resize(shared[0].0).expect("all of them fit");
+    let view = world.plan().expect("they go on");
+    let mut from: Vec<u32> = view.moves.iter().map(|pair| pair.0).collect();
+    let has_moved = |block: &BlockId| from.contains(&block.0);
+    assert!(shared[1..].iter().all(has_moved));
+    assert!(!has_moved(&shared[0]), "the last of all lies well");
+    from.sort_unstable();
+    let num_moves = from.len();
+    from.dedup();
+    assert_eq!(from.len(), num_moves, "each once");
+    world.drain();
+}
+
 /// Of three runs in a row of four blocks each the first leaves, and the pool shrinks to the other two. The moves of the next
 /// step, and whether that was not enough.
 fn slid_to_the_new_end(max_moves: u32) -> (usize, bool) {
@@ -349,8 +376,8 @@ fn contiguous_runs_that_just_fit_slide_in_one_step_that_has_just_room_for_it() {
     assert!(num_moves > 4 && !is_shrinking, "{num_moves}");
     let exactly = num_moves as u32;
     assert_eq!(slid_to_the_new_end(exactly), (num_moves, false));
-    let (num_moved, is_shrinking) = slid_to_the_new_end(exactly - 1);
-    assert!(0 < num_moved && num_moved < num_moves && is_shrinking);
+    let (fewer, is_shrinking) = slid_to_the_new_end(exactly - 1);
+    assert!(0 < fewer && fewer < num_moves && is_shrinking);
 }
 
 #[test]
