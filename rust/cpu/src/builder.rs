@@ -34,6 +34,8 @@ pub(crate) struct Shape {
     pub(crate) width: usize,
     /// A row for each wanted token; else for each token.
     pub(crate) is_logits: bool,
+    /// The rows of a tile, and the value that the stage which makes this one lays by such tiles beside it.
+    pub(crate) packed: Option<(usize, Value)>,
 }
 
 /// Cosines and sines of the step's positions, which layers share.
@@ -119,7 +121,11 @@ impl Builder {
     }
 
     fn value(&mut self, width: usize, is_logits: bool) -> Value {
-        self.shapes.push(Shape { width, is_logits });
+        self.shapes.push(Shape {
+            width,
+            is_logits,
+            packed: None,
+        });
         Value(self.shapes.len() - 1)
     }
 
@@ -163,7 +169,13 @@ impl Builder {
             return packed;
         }
         let out = self.like(x);
-        self.stages.push(Stage::Pack { x, tile_rows, out });
+        match self.stages.last() {
+            // Rows that have just been made are laid out while they are there.
+            Some(stage) if stage.makes_rows_of(x) => {
+                self.shapes[x.0].packed = Some((tile_rows, out))
+            }
+            _ => self.stages.push(Stage::Pack { x, tile_rows, out }),
+        }
         self.last_packed = Some((x, tile_rows, out));
         out
     }

@@ -8,6 +8,8 @@
     reason = "kernels: their one contract is that the panel's pointers are valid for its sizes"
 )]
 
+use std::hint::black_box;
+
 use crate::kernels::Kernels;
 use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
@@ -22,8 +24,6 @@ const MAX_ROWS: usize = 512;
 const NEAR_BYTES: usize = 128 << 10;
 /// Pairs of inputs between two looks at what is to be asked for.
 const PAIRS: usize = 32;
-/// Pairs of inputs that a loop over them takes at once.
-const UNROLLED: usize = 2;
 /// Tiles that read bytes each for themselves: for more it pays to widen them before.
 const FEW_TILES: usize = 4;
 
@@ -312,7 +312,7 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
         row!(p, width, row_of_blocks(S, K, N));
         return;
     }
-    let num_passes = if num_rows <= 3 {
+    let num_passes = if num_rows == 2 {
         1
     } else {
         1 + p.last_tile - p.first_tile
@@ -322,7 +322,6 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
         let p = &p.part(index, 1, width);
         match num_rows {
             2 => tile_of_blocks::<S, K, 2, N>(p, first, &mut prefetch),
-            3 => tile_of_blocks::<S, K, 3, N>(p, first, &mut prefetch),
             _ => {
                 // Expanded once for all rows.
                 expand::<S, K, N>(p, &mut prefetch);
@@ -336,15 +335,16 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
 unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Panel) {
     let width = N * S::LANES;
     let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
-    // A count that the compiler does not see: a block unrolled whole would not fit in registers.
-    let num_groups = (BLOCK_PAIRS / GROUP).min(p.num_in);
+    // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
+    let num_groups = black_box(BLOCK_PAIRS / GROUP);
     let mut totals = [[S::splat(0.0); N]; J];
     for block in 0..p.num_in / BLOCK {
         let inputs = S::splat(*x.sums.add(block));
         for j in 0..J {
             let from = p.weights.add(j * p.panel_bytes + block * K::BYTES * width);
             let mut sums = [S::zero_i32(); N];
-            for group in 0..num_groups {
+            let mut group = 0;
+            loop {
                 let pairs_of_x = x.pairs.add(block * BLOCK_PAIRS + group * GROUP);
                 for n in 0..N {
                     let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
@@ -352,6 +352,10 @@ unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Pa
                         let a = S::splat_pair(pairs_of_x.add(pair).cast());
                         sums[n] = S::dot_pairs(sums[n], a, pairs[pair]);
                     }
+                }
+                group += 1;
+                if group >= num_groups {
+                    break;
                 }
             }
             let heads = heads_of::<S, K, N>(from);
@@ -388,7 +392,7 @@ unsafe fn expand<S: Simd, K: Kind, const N: usize>(p: &Panel, prefetch: &mut Pre
     }
 }
 
-/// A few rows: blocks are expanded in registers.
+/// Two rows: blocks are expanded in registers, which do not hold the sums of more.
 #[inline(always)]
 unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(
     p: &Panel,
@@ -397,14 +401,15 @@ unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(
 ) {
     let width = N * S::LANES;
     let x = Words::<R>::of(p, row);
-    // A count that the compiler does not see: a block unrolled whole would not fit in registers.
-    let num_groups = (BLOCK_PAIRS / GROUP).min(p.num_in);
+    // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
+    let num_groups = black_box(BLOCK_PAIRS / GROUP);
     let mut totals = [[S::splat(0.0); N]; R];
     for block in 0..p.num_in / BLOCK {
         prefetch.step::<S>();
         let from = p.weights.add(block * K::BYTES * width);
         let mut sums = [[S::zero_i32(); N]; R];
-        for group in 0..num_groups {
+        let mut group = 0;
+        loop {
             let first = block * BLOCK_PAIRS + group * GROUP;
             for n in 0..N {
                 let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
@@ -414,6 +419,10 @@ unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(
                         sums[r][n] = S::dot_pairs(sums[r][n], a, pairs[pair]);
                     }
                 }
+            }
+            group += 1;
+            if group >= num_groups {
+                break;
             }
         }
         let heads = heads_of::<S, K, N>(from);
@@ -442,15 +451,20 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
 ) {
     let width = N * S::LANES;
     let x = Words::<R>::of(p, row);
-    let num_pairs = BLOCK_PAIRS.min(p.num_in); // as above
+    let num_pairs = black_box(BLOCK_PAIRS); // as above
     let mut totals = [[S::splat(0.0); N]; R];
     for block in 0..p.num_in / BLOCK {
         prefetch.step::<S>();
         let mut sums = [[S::zero_i32(); N]; R];
         let first = block * BLOCK_PAIRS;
         let (x_pairs, w) = (x.pairs.add(first * R), p.scratch.add(first * width));
-        for pair in 0..num_pairs {
-            dot_tile::<S, Expanded, R, N>(x_pairs, w.cast(), pair, &mut sums);
+        let mut rest = num_pairs;
+        loop {
+            rest -= 1;
+            dot_tile::<S, Expanded, R, N>(x_pairs, w.cast(), num_pairs - 1 - rest, &mut sums);
+            if rest == 0 {
+                break;
+            }
         }
         let heads = heads_of::<S, K, N>(p.weights.add(block * K::BYTES * width));
         for r in 0..R {
@@ -625,12 +639,6 @@ unsafe fn tile_of_pairs<S: Simd, W: Whole, const R: usize, const N: usize>(
     while done < num_pairs {
         prefetch.step::<S>();
         let end = num_pairs.min(done + PAIRS);
-        while done + UNROLLED <= end {
-            for place in 0..UNROLLED {
-                dot_tile::<S, W, R, N>(x.pairs, weights, done + place, &mut sums);
-            }
-            done += UNROLLED;
-        }
         while done < end {
             dot_tile::<S, W, R, N>(x.pairs, weights, done, &mut sums);
             done += 1;

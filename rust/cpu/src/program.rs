@@ -194,6 +194,30 @@ impl Stage {
         }
     }
 
+    /// Whether it makes a value row by row.
+    pub(crate) fn makes_rows_of(&self, value: Value) -> bool {
+        let is_by_row = match self {
+            Stage::Pack { .. }
+            | Stage::Multiply { .. }
+            | Stage::Attend { .. }
+            | Stage::QkNorm { .. }
+            | Stage::Angles { .. }
+            | Stage::Rotate { .. }
+            | Stage::Store { .. } => false,
+            Stage::Embed { .. }
+            | Stage::Norm { .. }
+            | Stage::AddNorm { .. }
+            | Stage::Add { .. }
+            | Stage::Scale { .. }
+            | Stage::Softcap { .. }
+            | Stage::SiluMul { .. }
+            | Stage::GeluMul { .. }
+            | Stage::Choose { .. }
+            | Stage::Quantise { .. } => true,
+        };
+        is_by_row && self.rows_of() == value
+    }
+
     /// Whose slot its output may take, if it is not read any more: row by row, nothing is read after it is written.
     fn in_place(&self) -> Option<(Value, Value)> {
         match *self {
@@ -616,7 +640,10 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
     let mut slots = vec![empty(shape)];
     let mut free: Vec<usize> = Vec::new();
     for (index, stage) in builder.stages.iter().enumerate() {
-        for out in stage.outputs() {
+        let mut made = stage.outputs();
+        let packed = made.iter().filter_map(|out| builder.shapes[out.0].packed);
+        made.extend(packed.map(|(_, packed)| packed).collect::<Vec<_>>());
+        for out in made {
             if slot_of[out.0] != usize::MAX {
                 continue;
             }

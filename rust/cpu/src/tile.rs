@@ -170,6 +170,8 @@ pub(crate) unsafe fn pack(
 ) {
     match num_rows {
         4 => pack_rows::<4>(x, stride, num_words, to),
+        5 => pack_rows::<5>(x, stride, num_words, to),
+        6 => pack_rows::<6>(x, stride, num_words, to),
         8 => pack_rows::<8>(x, stride, num_words, to),
         _ => pack_words(x, stride, num_rows, 0..num_words, to),
     }

@@ -89,21 +89,18 @@ impl Running<'_> {
                 (gemm::num_units(self.kernels, num_rows, matrix), 1)
             }
             Stage::Pack { x, tile_rows, .. } => {
-                let (num_rows, width) = (self.num_rows(x), self.width(x));
-                let num_tiles = if num_rows > 1 {
-                    Tiles::new(num_rows, tile_rows).len()
+                if self.num_rows(x) > 1 {
+                    self.units_of_tiles(x, tile_rows)
                 } else {
-                    0
-                };
-                let tiles = num_tiles
-                    .div_ceil(2 * self.num_workers)
-                    .max(MIN_NUMBERS / (tile_rows * width))
-                    .max(1);
-                (num_tiles.div_ceil(tiles), tiles)
+                    (0, 1)
+                }
             }
             Stage::Attend { .. } => (self.attention_units.len(), 1),
             _ => {
                 let value = stage.rows_of();
+                if let Some((tile_rows, _)) = self.packed(value) {
+                    return self.units_of_tiles(value, tile_rows);
+                }
                 let (num_rows, width) = (self.num_rows(value), self.width(value));
                 let rows = num_rows
                     .div_ceil(2 * self.num_workers)
@@ -112,6 +109,23 @@ impl Running<'_> {
                 (num_rows.div_ceil(rows), rows)
             }
         }
+    }
+
+    /// Units of tiles of a value, and tiles in each.
+    fn units_of_tiles(&self, value: Value, tile_rows: usize) -> (usize, usize) {
+        let num_tiles = Tiles::new(self.num_rows(value), tile_rows).len();
+        let tiles = num_tiles
+            .div_ceil(2 * self.num_workers)
+            .max(MIN_NUMBERS / (tile_rows * self.width(value)))
+            .max(1);
+        (num_tiles.div_ceil(tiles), tiles)
+    }
+
+    /// What a value is laid out in by the stage that makes it: one row needs none.
+    fn packed(&self, value: Value) -> Option<(usize, Value)> {
+        self.shapes[value.0]
+            .packed
+            .filter(|_| self.num_rows(value) > 1)
     }
 
     /// Does units of a stage until none is left.
@@ -179,16 +193,27 @@ impl Running<'_> {
                 };
             }
             _ => {
-                let num_rows = self.num_rows(stage.rows_of());
-                let (num_units, rows) = self.units_of(stage);
+                let value = stage.rows_of();
+                let (num_rows, packed) = (self.num_rows(value), self.packed(value));
+                let (num_units, at_once) = self.units_of(stage);
+                // Without a layout to make, a row is a tile.
+                let tiles = Tiles::new(num_rows, packed.map_or(1, |(rows, _)| rows));
                 loop {
                     let unit = units.take();
                     if unit >= num_units {
                         return;
                     }
-                    for row in unit * rows..num_rows.min((unit + 1) * rows) {
+                    for tile in unit * at_once..tiles.len().min((unit + 1) * at_once) {
+                        let rows = tiles.first(tile)..tiles.first(tile + 1);
                         // SAFETY: the caller's; the unit's rows are this worker's.
-                        unsafe { self.row(stage, row) };
+                        unsafe {
+                            for row in rows.clone() {
+                                self.row(stage, row);
+                            }
+                            if let Some((_, packed)) = packed {
+                                self.pack(value, rows, packed);
+                            }
+                        }
                     }
                     units.finish();
                 }
