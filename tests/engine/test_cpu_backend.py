@@ -93,12 +93,14 @@ def test_the_block_size_changes_no_token(model: Model, alone: list[Answer], bloc
 def test_logprobs_are_the_same_bits_wherever_prompts_are_cut(
     tiny_directory: Path, options: dict[str, str]
 ) -> None:
-    prompts = [[3 + (i * i + seed) % 90 for i in range(length)] for seed, length in enumerate([1, 65, 130, 505])]
+    lengths = [1, 65, 130, 505]
+    prompts = [[3 + (i * i + seed) % 90 for i in range(length)] for seed, length in enumerate(lengths)]
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=1, ignore_eos=True)
 
     def scored(budget: int) -> list[object]:
-        asked = {"dtype": "float32", "backend": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 60, **options}
-        with LLM(tiny_directory, max_num_batched_tokens=budget, max_num_seqs=min(budget, 4), **asked) as llm:  # type: ignore[arg-type]
+        asked = {"dtype": "float32", "backend": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 60}
+        asked |= {"max_num_batched_tokens": budget, "max_num_seqs": min(budget, 4), **options}
+        with LLM(tiny_directory, **asked) as llm:  # type: ignore[arg-type]
             outputs = llm.generate(prompts, params)
             return [(output.prompt_logprobs, output.outputs[0].logprobs) for output in outputs]
 
