@@ -24,8 +24,6 @@ const MAX_ROWS: usize = 512;
 const NEAR_BYTES: usize = 128 << 10;
 /// Pairs of inputs between two looks at what is to be asked for.
 const PAIRS: usize = 32;
-/// Tiles that read bytes each for themselves: for more it pays to widen them before.
-const FEW_TILES: usize = 4;
 
 /// Some panels of a product, side by side.
 #[derive(Clone, Copy)]
@@ -554,29 +552,16 @@ unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
         return;
     }
     let num_tiles = p.last_tile - p.first_tile;
-    let is_widened = num_tiles > FEW_TILES;
-    let num_passes = num_tiles + usize::from(is_widened);
-    let num_steps = p.num_in.div_ceil(2).div_ceil(PAIRS);
-    let mut prefetch = p.prefetch(p.num_panels * num_passes * num_steps);
+    let num_steps = num_tiles * p.num_in.div_ceil(2).div_ceil(PAIRS);
+    let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
-        if is_widened {
-            widen::<S, N>(p, &mut prefetch);
-            let weights = p.scratch.cast();
-            tiles!(S, N, p, |row| tile_of_pairs(S, Expanded)(
-                p,
-                row,
-                weights,
-                &mut prefetch
-            ));
-        } else {
-            tiles!(S, N, p, |row| tile_of_pairs(S, Bytes)(
-                p,
-                row,
-                p.weights,
-                &mut prefetch
-            ));
-        }
+        tiles!(S, N, p, |row| tile_of_pairs(S, Bytes)(
+            p,
+            row,
+            p.weights,
+            &mut prefetch
+        ));
     }
 }
 
@@ -608,20 +593,6 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel) {
         }
     }
     store_row::<S, N, J>(p, &products);
-}
-
-/// A panel's bytes as 16-bit numbers: once for all tiles.
-#[inline(always)]
-unsafe fn widen<S: Simd, const N: usize>(p: &Panel, prefetch: &mut Prefetch) {
-    let num_vectors = p.num_in.div_ceil(2) * N;
-    let to = p.scratch.cast::<u8>();
-    for vector in 0..num_vectors {
-        if vector.is_multiple_of(PAIRS * N) {
-            prefetch.step::<S>();
-        }
-        let pairs = S::widen_i8(p.weights.add(2 * vector * S::LANES).cast());
-        S::store_pairs(to.add(4 * vector * S::LANES), pairs);
-    }
 }
 
 #[inline(always)]
