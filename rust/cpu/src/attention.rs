@@ -386,7 +386,7 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
                 chunk::tile::<S, E>(a, &w, &tile, &mut ahead);
             }
         }
-        if sums_ranges && (next.len() == 0 || next.from % RANGE == 0) {
+        if sums_ranges && (next.len() == 0 || next.from.is_multiple_of(RANGE)) {
             for index in 0..a.unit.num_kv_heads {
                 Work::of(a, scratch, index).end_range::<S>();
             }

@@ -172,7 +172,7 @@ impl Builder {
         match self.stages.last() {
             // Rows that have just been made are laid out while they are there.
             Some(stage) if stage.makes_rows_of(x) => {
-                self.shapes[x.0].packed = Some((tile_rows, out))
+                self.shapes[x.0].packed = Some((tile_rows, out));
             }
             _ => self.stages.push(Stage::Pack { x, tile_rows, out }),
         }

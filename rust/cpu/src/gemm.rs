@@ -39,8 +39,8 @@ pub(crate) struct Panel {
     pub(crate) num_in: usize,
     pub(crate) format: Format,
     pub(crate) num_panels: usize,
-    /// Of each.
-    pub(crate) panel_bytes: usize,
+    /// Bytes from a panel to the next.
+    pub(crate) stride: usize,
     pub(crate) weights: *const u8,
     /// What comes next, of as many panels.
     pub(crate) next: *const u8,
@@ -61,7 +61,7 @@ impl Panel {
         let column = first * width;
         Panel {
             num_panels,
-            weights: self.weights.add(first * self.panel_bytes),
+            weights: self.weights.add(first * self.stride),
             num_columns: (self.num_columns - column).min(num_panels * width),
             out: self.out.add(column),
             ..*self
@@ -73,7 +73,7 @@ impl Panel {
     }
 
     fn prefetch(&self, num_steps: usize) -> Prefetch {
-        Prefetch::new(self.next, self.num_panels * self.panel_bytes, num_steps)
+        Prefetch::new(self.next, self.num_panels * self.stride, num_steps)
     }
 }
 
@@ -159,7 +159,7 @@ unsafe fn row_of_stored<S: Simd, E: Element, const N: usize, const J: usize>(p: 
     for input in 0..p.num_in {
         let x = S::splat(*p.x.add(input));
         for j in 0..J {
-            let w = p.weights.add(j * p.panel_bytes).cast::<E>();
+            let w = p.weights.add(j * p.stride).cast::<E>();
             for n in 0..N {
                 let w = E::load::<S>(w.add((input * N + n) * S::LANES));
                 sums[j][n] = S::fma(x, w, sums[j][n]);
@@ -318,13 +318,12 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
     let mut prefetch = p.prefetch(p.num_panels * num_passes * num_blocks);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
-        match num_rows {
-            2 => tile_of_blocks::<S, K, 2, N>(p, first, &mut prefetch),
-            _ => {
-                // Expanded once for all rows.
-                expand::<S, K, N>(p, &mut prefetch);
-                tiles!(S, N, p, |row| tile_of_expanded(S, K)(p, row, &mut prefetch));
-            }
+        if num_rows == 2 {
+            tile_of_blocks::<S, K, 2, N>(p, first, &mut prefetch);
+        } else {
+            // Expanded once for all rows.
+            expand::<S, K, N>(p, &mut prefetch);
+            tiles!(S, N, p, |row| tile_of_expanded(S, K)(p, row, &mut prefetch));
         }
     }
 }
@@ -339,7 +338,7 @@ unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Pa
     for block in 0..p.num_in / BLOCK {
         let inputs = S::splat(*x.sums.add(block));
         for j in 0..J {
-            let from = p.weights.add(j * p.panel_bytes + block * K::BYTES * width);
+            let from = p.weights.add(j * p.stride + block * K::BYTES * width);
             let mut sums = [S::zero_i32(); N];
             let mut group = 0;
             loop {
@@ -573,7 +572,7 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel) {
     for pair in 0..num_pairs {
         let a = S::splat_pair(x.pairs.add(pair).cast());
         for j in 0..J {
-            let weights = p.weights.add(j * p.panel_bytes);
+            let weights = p.weights.add(j * p.stride);
             for n in 0..N {
                 let w = S::widen_i8(weights.add(2 * (pair * N + n) * S::LANES).cast());
                 sums[j][n] = S::dot_pairs(sums[j][n], a, w);
@@ -584,7 +583,7 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel) {
     for j in 0..J {
         let scales = p
             .weights
-            .add(j * p.panel_bytes + 2 * num_pairs * N * S::LANES)
+            .add(j * p.stride + 2 * num_pairs * N * S::LANES)
             .cast::<f32>();
         for n in 0..N {
             let columns = S::load(scales.add(n * S::LANES));
@@ -679,7 +678,7 @@ pub(crate) unsafe fn multiply(
                 num_in: matrix.num_in,
                 format: matrix.format,
                 num_panels: count,
-                panel_bytes: matrix.panel_bytes(),
+                stride: matrix.panel_bytes(),
                 weights: matrix.panel(index),
                 next: matrix.panel(next),
                 num_columns: (count * matrix.width).min(matrix.num_out - first),

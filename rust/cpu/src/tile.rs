@@ -249,16 +249,16 @@ pub(crate) unsafe fn panel<S: Simd, E: Element, const N: usize>(
             3 => packed_tile::<S, E, 3, N>(p, x, out, prefetch),
             4 => packed_tile::<S, E, 4, N>(p, x, out, prefetch),
             5 if const { max_rows::<S, N>() >= 5 } => {
-                packed_tile::<S, E, 5, N>(p, x, out, prefetch)
+                packed_tile::<S, E, 5, N>(p, x, out, prefetch);
             }
             6 if const { max_rows::<S, N>() >= 6 } => {
-                packed_tile::<S, E, 6, N>(p, x, out, prefetch)
+                packed_tile::<S, E, 6, N>(p, x, out, prefetch);
             }
             7 if const { max_rows::<S, N>() >= 7 } => {
-                packed_tile::<S, E, 7, N>(p, x, out, prefetch)
+                packed_tile::<S, E, 7, N>(p, x, out, prefetch);
             }
             8 if const { max_rows::<S, N>() >= 8 } => {
-                packed_tile::<S, E, 8, N>(p, x, out, prefetch)
+                packed_tile::<S, E, 8, N>(p, x, out, prefetch);
             }
             _ => unreachable!("no tile of so many rows"),
         }

@@ -136,28 +136,29 @@ impl Running<'_> {
     pub(super) unsafe fn stage(&self, index: usize, stage: &Stage, scratch: &mut WorkerScratch) {
         let units = &self.shared_units[index];
         match *stage {
-            // SAFETY: the caller's; `x` and `out` lie in different slots.
             Stage::Multiply {
                 x,
                 packed,
                 matrix,
                 out,
-            } => unsafe {
-                let matrix = &self.matrices[matrix.0];
+            } => {
                 let num_rows = self.num_rows(out);
                 let x = if num_rows > 1 { packed } else { x };
                 if num_rows > 0 {
-                    gemm::multiply(
-                        self.kernels,
-                        (self.at(x).at(0), self.width(x)),
-                        num_rows,
-                        matrix,
-                        self.at(out),
-                        (units, scratch.worker),
-                        scratch.panel.as_mut_ptr(),
-                    );
+                    // SAFETY: the caller's; `x` and `out` lie in different slots.
+                    unsafe {
+                        gemm::multiply(
+                            self.kernels,
+                            (self.at(x).at(0), self.width(x)),
+                            num_rows,
+                            &self.matrices[matrix.0],
+                            self.at(out),
+                            (units, scratch.worker),
+                            scratch.panel.as_mut_ptr(),
+                        );
+                    }
                 }
-            },
+            }
             Stage::Pack { x, tile_rows, out } => {
                 let tiles = Tiles::new(self.num_rows(x), tile_rows);
                 let (num_units, at_once) = self.units_of(stage);
