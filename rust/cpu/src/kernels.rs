@@ -20,7 +20,7 @@ pub(crate) struct Kernels {
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
     /// Multiplies some rows with some columns.
-    pub(crate) block: unsafe fn(&Product<f32>, usize, usize),
+    pub(crate) block: unsafe fn(&Product, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
     /// Stores heads of a token, each of so many numbers, in the cache.
@@ -75,9 +75,9 @@ macro_rules! kernels {
                 unsafe { gemm::panel::<S, $vectors, $pairs>(panel) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn block(product: &Product<f32>, num_rows: usize, num_columns: usize) {
+            unsafe fn block(product: &Product, num_rows: usize, num_columns: usize) {
                 // SAFETY: as above.
-                unsafe { tile::block::<S>(*product, num_rows, num_columns) }
+                unsafe { tile::block::<S>(product, num_rows, num_columns) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {

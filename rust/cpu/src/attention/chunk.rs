@@ -51,9 +51,6 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
         num_in: tile.len(),
         out: w.sums.weighted,
         out_stride: w.dim,
-        adds: true,
-        next: std::ptr::null(),
-        next_bytes: 0,
     };
     (a.kernels.block)(&sums, w.num_rows, w.dim);
 }
