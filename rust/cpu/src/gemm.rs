@@ -305,26 +305,17 @@ macro_rules! tiles {
 unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     let num_blocks = p.num_in / BLOCK;
-    let (num_rows, first) = (p.num_rows(), p.tiles.first(p.first_tile));
-    if num_rows == 1 {
+    if p.num_rows() == 1 {
         row!(p, width, row_of_blocks(S, K, N));
         return;
     }
-    let num_passes = if num_rows == 2 {
-        1
-    } else {
-        1 + p.last_tile - p.first_tile
-    };
+    let num_passes = 1 + p.last_tile - p.first_tile;
     let mut prefetch = p.prefetch(p.num_panels * num_passes * num_blocks);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
-        if num_rows == 2 {
-            tile_of_blocks::<S, K, 2, N>(p, first, &mut prefetch);
-        } else {
-            // Expanded once for all rows.
-            expand::<S, K, N>(p, &mut prefetch);
-            tiles!(S, N, p, |row| tile_of_expanded(S, K)(p, row, &mut prefetch));
-        }
+        // Expanded once for all rows: registers do not hold the sums of two and what a block is expanded with.
+        expand::<S, K, N>(p, &mut prefetch);
+        tiles!(S, N, p, |row| tile_of_expanded(S, K)(p, row, &mut prefetch));
     }
 }
 
@@ -387,56 +378,6 @@ unsafe fn expand<S: Simd, K: Kind, const N: usize>(p: &Panel, prefetch: &mut Pre
             }
         }
     }
-}
-
-/// Two rows: blocks are expanded in registers, which do not hold the sums of more.
-#[inline(always)]
-unsafe fn tile_of_blocks<S: Simd, K: Kind, const R: usize, const N: usize>(
-    p: &Panel,
-    row: usize,
-    prefetch: &mut Prefetch,
-) {
-    let width = N * S::LANES;
-    let x = Words::<R>::of(p, row);
-    // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
-    let num_groups = black_box(BLOCK_PAIRS / GROUP);
-    let mut totals = [[S::splat(0.0); N]; R];
-    for block in 0..p.num_in / BLOCK {
-        prefetch.step::<S>();
-        let from = p.weights.add(block * K::BYTES * width);
-        let mut sums = [[S::zero_i32(); N]; R];
-        let mut group = 0;
-        loop {
-            let first = block * BLOCK_PAIRS + group * GROUP;
-            for n in 0..N {
-                let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
-                for pair in 0..GROUP {
-                    for r in 0..R {
-                        let a = S::splat_pair(x.pairs.add((first + pair) * R + r).cast());
-                        sums[r][n] = S::dot_pairs(sums[r][n], a, pairs[pair]);
-                    }
-                }
-            }
-            group += 1;
-            if group >= num_groups {
-                break;
-            }
-        }
-        let heads = heads_of::<S, K, N>(from);
-        for r in 0..R {
-            let inputs = S::splat(*x.sums.add(block * R + r));
-            for n in 0..N {
-                totals[r][n] = K::add::<S>(totals[r][n], sums[r][n], inputs, &heads[n]);
-            }
-        }
-    }
-    for r in 0..R {
-        for n in 0..N {
-            totals[r][n] = S::mul(totals[r][n], S::splat(*x.scales.add(r)));
-        }
-    }
-    let out = p.out.add(row * p.out_stride);
-    store_tile::<S, R, N>(&totals, out, p.out_stride, p.num_columns);
 }
 
 /// As many rows as a tile has; weights are expanded, and the same numbers come of it.
