@@ -114,6 +114,17 @@ pub(crate) struct Part {
     pub(crate) cut_row: usize,
 }
 
+/// How many rows, or keys, are scored next of so many: threes, but four as two and two, so that one of them does not wait
+/// for its own sums.
+#[inline(always)]
+fn scored_at_once(rest: usize) -> usize {
+    match rest {
+        0..=3 => rest,
+        4 => 2,
+        _ => 3,
+    }
+}
+
 /// What a worker computes in.
 pub(crate) struct Scratch {
     buffer: Buffer,

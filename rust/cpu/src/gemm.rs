@@ -15,7 +15,7 @@ use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
 use crate::simd::{Bf16, Element, Simd};
-use crate::tile::{self, PanelProduct, Prefetch, Tiles, store_tile};
+use crate::tile::{self, Prefetch, Tiles, store_tile};
 
 /// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
 /// each panel.
@@ -95,6 +95,25 @@ macro_rules! row {
     }};
 }
 
+/// Rows by tiles, two at least in each.
+macro_rules! tiles {
+    ($S:ident, $N:ident, $panel:expr, |$row:ident| $tile:ident($($generic:ident),*)($($argument:expr),*)) => {
+        for tile in $panel.first_tile..$panel.last_tile {
+            let $row = $panel.tiles.first(tile);
+            match $panel.tiles.first(tile + 1) - $row {
+                2 => $tile::<$($generic,)* 2, $N>($($argument),*),
+                3 => $tile::<$($generic,)* 3, $N>($($argument),*),
+                4 => $tile::<$($generic,)* 4, $N>($($argument),*),
+                5 if const { tile::max_rows::<$S, $N>() >= 5 } => $tile::<$($generic,)* 5, $N>($($argument),*),
+                6 if const { tile::max_rows::<$S, $N>() >= 6 } => $tile::<$($generic,)* 6, $N>($($argument),*),
+                7 if const { tile::max_rows::<$S, $N>() >= 7 } => $tile::<$($generic,)* 7, $N>($($argument),*),
+                8 if const { tile::max_rows::<$S, $N>() >= 8 } => $tile::<$($generic,)* 8, $N>($($argument),*),
+                _ => unreachable!("no tile of so many rows"),
+            }
+        }
+    };
+}
+
 /// Writes one row of panels side by side.
 #[inline(always)]
 unsafe fn store_row<S: Simd, const N: usize, const J: usize>(p: &Panel, row: &[[S::V; N]; J]) {
@@ -131,25 +150,11 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
         row!(p, width, row_of_stored(S, E, N));
         return;
     }
-    let mut prefetch = p.prefetch(p.num_panels * product::<E>(p).num_steps());
+    let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(tile::CHUNK);
+    let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
-        let product = product::<E>(&p.part(index, 1, width));
-        tile::panel::<S, E, N>(&product, &mut prefetch);
-    }
-}
-
-#[inline(always)]
-fn product<E>(p: &Panel) -> PanelProduct<E> {
-    PanelProduct {
-        x: p.x,
-        tiles: p.tiles,
-        first_tile: p.first_tile,
-        last_tile: p.last_tile,
-        w: p.weights.cast(),
-        num_in: p.num_in,
-        out: p.out,
-        out_stride: p.out_stride,
-        num_columns: p.num_columns,
+        let p = &p.part(index, 1, width);
+        tiles!(S, N, p, |row| tile_of_stored(S, E)(p, row, &mut prefetch));
     }
 }
 
@@ -167,6 +172,25 @@ unsafe fn row_of_stored<S: Simd, E: Element, const N: usize, const J: usize>(p: 
         }
     }
     store_row::<S, N, J>(p, &sums);
+}
+
+/// As many rows as a tile has.
+#[inline(always)]
+unsafe fn tile_of_stored<S: Simd, E: Element, const R: usize, const N: usize>(
+    p: &Panel,
+    row: usize,
+    prefetch: &mut Prefetch,
+) {
+    let mut sums = [[S::splat(0.0); N]; R];
+    tile::multiply::<S, E, R, N>(
+        p.x.add(row * p.num_in),
+        p.weights.cast(),
+        p.num_in,
+        &mut sums,
+        prefetch,
+    );
+    let out = p.out.add(row * p.out_stride);
+    store_tile::<S, R, N>(&sums, out, p.out_stride, p.num_columns);
 }
 
 /// How a GGUF block of a column is stored, and what becomes of the sum of its products.
@@ -281,25 +305,6 @@ unsafe fn group_of<S: Simd, K: Kind>(
     block.add((K::HEAD + group * group_bytes) * width + n * vector_bytes)
 }
 
-/// Rows of whole numbers by tiles, two at least in each.
-macro_rules! tiles {
-    ($S:ident, $N:ident, $panel:expr, |$row:ident| $tile:ident($($generic:ident),*)($($argument:expr),*)) => {
-        for tile in $panel.first_tile..$panel.last_tile {
-            let $row = $panel.tiles.first(tile);
-            match $panel.tiles.first(tile + 1) - $row {
-                2 => $tile::<$($generic,)* 2, $N>($($argument),*),
-                3 => $tile::<$($generic,)* 3, $N>($($argument),*),
-                4 => $tile::<$($generic,)* 4, $N>($($argument),*),
-                5 => $tile::<$($generic,)* 5, $N>($($argument),*),
-                6 => $tile::<$($generic,)* 6, $N>($($argument),*),
-                7 if const { tile::max_rows::<$S, $N>() >= 7 } => $tile::<$($generic,)* 7, $N>($($argument),*),
-                8 if const { tile::max_rows::<$S, $N>() >= 8 } => $tile::<$($generic,)* 8, $N>($($argument),*),
-                _ => unreachable!("no tile of so many rows"),
-            }
-        }
-    };
-}
-
 /// Products with GGUF's blocks: a row of `x` is a scale, pairs of 16-bit numbers, and sums of its blocks.
 #[inline(always)]
 unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
@@ -399,7 +404,12 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
         let mut rest = num_pairs;
         loop {
             rest -= 1;
-            dot_tile::<S, Expanded, R, N>(x_pairs, w.cast(), num_pairs - 1 - rest, &mut sums);
+            let pair = num_pairs - 1 - rest;
+            let mut columns = [S::zero_i32(); N];
+            for n in 0..N {
+                columns[n] = S::load_pairs(w.add(pair * width + n * S::LANES).cast());
+            }
+            S::dot_tile(x_pairs.add(pair * R), &columns, &mut sums);
             if rest == 0 {
                 break;
             }
@@ -442,47 +452,6 @@ impl<const R: usize> Words<R> {
     }
 }
 
-/// How a panel's whole numbers lie: pair after pair.
-trait Whole {
-    /// Bytes of a pair.
-    const BYTES: usize;
-    unsafe fn load<S: Simd>(from: *const u8) -> S::I;
-}
-
-struct Bytes;
-struct Expanded;
-
-impl Whole for Bytes {
-    const BYTES: usize = 2;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const u8) -> S::I {
-        S::widen_i8(from.cast())
-    }
-}
-
-impl Whole for Expanded {
-    const BYTES: usize = 4;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(from: *const u8) -> S::I {
-        S::load_pairs(from)
-    }
-}
-
-/// One pair of inputs of a tile.
-#[inline(always)]
-unsafe fn dot_tile<S: Simd, W: Whole, const R: usize, const N: usize>(
-    x: *const f32,
-    weights: *const u8,
-    pair: usize,
-    sums: &mut [[S::I; N]; R],
-) {
-    let mut w = [S::zero_i32(); N];
-    for n in 0..N {
-        w[n] = W::load::<S>(weights.add(W::BYTES * (pair * N + n) * S::LANES));
-    }
-    S::dot_tile(x.add(pair * R), &w, sums);
-}
-
 /// Products of whole numbers: a row of `x` is a scale, then pairs of 16-bit numbers.
 #[inline(always)]
 unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
@@ -496,12 +465,7 @@ unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
     let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
-        tiles!(S, N, p, |row| tile_of_pairs(S, Bytes)(
-            p,
-            row,
-            p.weights,
-            &mut prefetch
-        ));
+        tiles!(S, N, p, |row| tile_of_pairs(S)(p, row, &mut prefetch));
     }
 }
 
@@ -536,10 +500,9 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn tile_of_pairs<S: Simd, W: Whole, const R: usize, const N: usize>(
+unsafe fn tile_of_pairs<S: Simd, const R: usize, const N: usize>(
     p: &Panel,
     row: usize,
-    weights: *const u8,
     prefetch: &mut Prefetch,
 ) {
     let width = N * S::LANES;
@@ -551,7 +514,11 @@ unsafe fn tile_of_pairs<S: Simd, W: Whole, const R: usize, const N: usize>(
         prefetch.step::<S>();
         let end = num_pairs.min(done + PAIRS);
         while done < end {
-            dot_tile::<S, W, R, N>(x.pairs, weights, done, &mut sums);
+            let mut w = [S::zero_i32(); N];
+            for n in 0..N {
+                w[n] = S::widen_i8(p.weights.add(2 * (done * width + n * S::LANES)).cast());
+            }
+            S::dot_tile(x.pairs.add(done * R), &w, &mut sums);
             done += 1;
         }
     }

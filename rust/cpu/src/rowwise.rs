@@ -6,10 +6,7 @@
 
 use crate::kv::{KvFormat, Stored};
 use crate::matrix::BLOCK;
-use crate::simd::{Bf16, Element, F16, Simd};
-
-/// The most lanes of a vector.
-const MAX_LANES: usize = 16;
+use crate::simd::{Bf16, Element, F16, MAX_LANES, Simd};
 
 // Macros, not functions of closures: a closure is compiled without the instruction set of the kernel that it is in.
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 use crate::simd::{Element, Simd};
 
 /// Inputs between two looks at what is to be prefetched.
-const CHUNK: usize = 32;
+pub(crate) const CHUNK: usize = 32;
 /// Places from which what is needed next is asked for side by side: memory answers several streams faster than one.
 const STREAMS: usize = 4;
 /// The most rows of a tile of attention: with two registers a row, 12 of AVX2's 16 hold sums.
@@ -144,84 +144,31 @@ unsafe fn pack_words(
     }
 }
 
-/// A product's rows, by tiles, times one panel.
-pub(crate) struct PanelProduct<E> {
-    /// `[word][row of the tile]`, tile after tile.
-    pub(crate) x: *const f32,
-    pub(crate) tiles: Tiles,
-    /// Those to multiply.
-    pub(crate) first_tile: usize,
-    pub(crate) last_tile: usize,
-    pub(crate) w: *const E,
-    pub(crate) num_in: usize,
-    pub(crate) out: *mut f32,
-    pub(crate) out_stride: usize,
-    /// Of the panel's columns, those that `out` has.
-    pub(crate) num_columns: usize,
-}
-
-impl<E> PanelProduct<E> {
-    /// In each of which something is asked for.
-    pub(crate) fn num_steps(&self) -> usize {
-        (self.last_tile - self.first_tile) * self.num_in.div_ceil(CHUNK)
-    }
-}
-
-/// `out = x · w` of some tiles of rows, two at least in each, with a panel of `N` vectors.
+/// Adds to `sums` a tile's rows, side by side in `x`, times a panel of `N` vectors.
 #[inline(always)]
-pub(crate) unsafe fn panel<S: Simd, E: Element, const N: usize>(
-    p: &PanelProduct<E>,
-    prefetch: &mut Prefetch,
-) {
-    for tile in p.first_tile..p.last_tile {
-        let row = p.tiles.first(tile);
-        let (x, out) = (p.x.add(row * p.num_in), p.out.add(row * p.out_stride));
-        match p.tiles.first(tile + 1) - row {
-            2 => packed_tile::<S, E, 2, N>(p, x, out, prefetch),
-            3 => packed_tile::<S, E, 3, N>(p, x, out, prefetch),
-            4 => packed_tile::<S, E, 4, N>(p, x, out, prefetch),
-            5 if const { max_rows::<S, N>() >= 5 } => {
-                packed_tile::<S, E, 5, N>(p, x, out, prefetch);
-            }
-            6 if const { max_rows::<S, N>() >= 6 } => {
-                packed_tile::<S, E, 6, N>(p, x, out, prefetch);
-            }
-            7 if const { max_rows::<S, N>() >= 7 } => {
-                packed_tile::<S, E, 7, N>(p, x, out, prefetch);
-            }
-            8 if const { max_rows::<S, N>() >= 8 } => {
-                packed_tile::<S, E, 8, N>(p, x, out, prefetch);
-            }
-            _ => unreachable!("no tile of so many rows"),
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn packed_tile<S: Simd, E: Element, const R: usize, const N: usize>(
-    t: &PanelProduct<E>,
+pub(crate) unsafe fn multiply<S: Simd, E: Element, const R: usize, const N: usize>(
     x: *const f32,
-    out: *mut f32,
+    w: *const E,
+    num_in: usize,
+    sums: &mut [[S::V; N]; R],
     prefetch: &mut Prefetch,
 ) {
-    let mut sums = [[S::splat(0.0); N]; R];
     let mut done = 0;
-    while done < t.num_in {
-        let end = t.num_in.min(done + CHUNK);
+    while done < num_in {
+        let end = num_in.min(done + CHUNK);
         prefetch.step::<S>();
         while done + UNROLLED <= end {
             for place in 0..UNROLLED {
                 let p = done + place;
-                step::<S, E, R, N>(t.w.add(p * N * S::LANES), x.add(p * R), &mut sums);
+                step::<S, E, R, N>(w.add(p * N * S::LANES), x.add(p * R), sums);
             }
             done += UNROLLED;
         }
         while done < end {
-            step::<S, E, R, N>(t.w.add(done * N * S::LANES), x.add(done * R), &mut sums);
+            step::<S, E, R, N>(w.add(done * N * S::LANES), x.add(done * R), sums);
             done += 1;
         }
     }
-    store_tile::<S, R, N>(&sums, out, t.out_stride, t.num_columns);
 }
 
 /// One input of a tile.

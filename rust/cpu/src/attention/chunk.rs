@@ -3,7 +3,7 @@
 //! Scores lie key by key, with the rows (queries × heads) side by side: so maxima and totals of rows are vectors, and what
 //! causality or the window hides from rows is a range of them. A score is summed as one query's is: dimensions in lanes.
 
-use super::{Ahead, Attend, Tile, Work};
+use super::{Ahead, Attend, Tile, Work, scored_at_once};
 use crate::kv::Stored;
 use crate::simd::{MAX_LANES, Simd};
 use crate::tile::Product;
@@ -24,12 +24,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     for row in (0..w.num_rows).step_by(ROWS) {
         let mut key = 0;
         while key < tile.len() {
-            // Four as two and two, so that one of them does not wait for its own sums.
-            let count = match tile.len() - key {
-                count @ 1..=3 => count,
-                4 => 2,
-                _ => 3,
-            };
+            let count = scored_at_once(tile.len() - key);
             match count {
                 1 => scores::<S, E, 1>(w, row, key),
                 2 => scores::<S, E, 2>(w, row, key),

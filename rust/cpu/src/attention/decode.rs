@@ -1,6 +1,6 @@
 //! One query with a tile of keys: K and V are read where they lie, each key once for all heads of a group.
 
-use super::{Ahead, Attend, TILE, Tile, Work};
+use super::{Ahead, Attend, TILE, Tile, Work, scored_at_once};
 use crate::kv::Stored;
 use crate::simd::Simd;
 
@@ -29,12 +29,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
         ahead.ask::<S>(num_lines * KEYS);
         let mut r = 0;
         while r < w.num_rows {
-            // What is left goes in threes; four as two and two, so that one of them does not wait for its own sums.
-            let count = match w.num_rows - r {
-                count @ 1..=3 => count,
-                4 => 2,
-                _ => 3,
-            };
+            let count = scored_at_once(w.num_rows - r);
             match count {
                 1 => scores::<S, E, 1>(w, r, place + i, k),
                 2 => scores::<S, E, 2>(w, r, place + i, k),

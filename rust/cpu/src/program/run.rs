@@ -98,15 +98,7 @@ impl Running<'_> {
             Stage::Attend { .. } => (self.attention_units.len(), 1),
             _ => {
                 let value = stage.rows_of();
-                if let Some((tile_rows, _)) = self.packed(value) {
-                    return self.units_of_tiles(value, tile_rows);
-                }
-                let (num_rows, width) = (self.num_rows(value), self.width(value));
-                let rows = num_rows
-                    .div_ceil(2 * self.num_workers)
-                    .max(MIN_NUMBERS / width)
-                    .max(1);
-                (num_rows.div_ceil(rows), rows)
+                self.units_of_tiles(value, self.packed(value).map_or(1, |(rows, _)| rows))
             }
         }
     }

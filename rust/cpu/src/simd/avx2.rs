@@ -79,13 +79,8 @@ impl Simd for Avx2 {
     ) {
         if R == 4 && N == 3 {
             four_by_three(x, w, sums);
-            return;
-        }
-        for r in 0..R {
-            let x = Self::splat(*x.add(r));
-            for n in 0..N {
-                sums[r][n] = Self::fma(x, w[n], sums[r][n]);
-            }
+        } else {
+            super::fma_tile::<Self, R, N>(x, w, sums);
         }
     }
     #[inline(always)]
@@ -162,13 +157,8 @@ impl Simd for Avx2 {
     ) {
         if R == 6 && N == 2 {
             six_by_two(x, w, sums);
-            return;
-        }
-        for r in 0..R {
-            let x = Self::splat_pair(x.add(r).cast());
-            for n in 0..N {
-                sums[r][n] = Self::dot_pairs(sums[r][n], x, w[n]);
-            }
+        } else {
+            super::dot_tile::<Self, R, N>(x, w, sums);
         }
     }
     #[inline(always)]

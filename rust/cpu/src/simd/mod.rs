@@ -22,7 +22,7 @@ pub(crate) mod portable;
 pub(crate) const MAX_LANES: usize = 16;
 
 /// Vectors of `LANES` f32.
-pub(crate) trait Simd {
+pub(crate) trait Simd: Sized {
     /// f32 in a vector; a power of two.
     const LANES: usize;
     /// Vectors that fit in registers.
@@ -54,12 +54,7 @@ pub(crate) trait Simd {
         w: &[Self::V; N],
         sums: &mut [[Self::V; N]; R],
     ) {
-        for r in 0..R {
-            let x = Self::splat(*x.add(r));
-            for n in 0..N {
-                sums[r][n] = Self::fma(x, w[n], sums[r][n]);
-            }
-        }
+        fma_tile::<Self, R, N>(x, w, sums);
     }
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
@@ -92,12 +87,7 @@ pub(crate) trait Simd {
         w: &[Self::I; N],
         sums: &mut [[Self::I; N]; R],
     ) {
-        for r in 0..R {
-            let x = Self::splat_pair(x.add(r).cast());
-            for n in 0..N {
-                sums[r][n] = Self::dot_pairs(sums[r][n], x, w[n]);
-            }
-        }
+        dot_tile::<Self, R, N>(x, w, sums);
     }
     unsafe fn to_f32(x: Self::I) -> Self::V;
     /// `LANES` nearest whole numbers, ties to even; those beyond 16 bits are anything.
@@ -137,6 +127,36 @@ pub(crate) trait Simd {
         let e = Self::exp(Self::add(x, x));
         let one = Self::splat(1.0);
         Self::sub(one, Self::div(Self::splat(2.0), Self::add(e, one)))
+    }
+}
+
+/// [`Simd::fma_tile`], as the compiler makes it.
+#[inline(always)]
+pub(crate) unsafe fn fma_tile<S: Simd, const R: usize, const N: usize>(
+    x: *const f32,
+    w: &[S::V; N],
+    sums: &mut [[S::V; N]; R],
+) {
+    for r in 0..R {
+        let x = S::splat(*x.add(r));
+        for n in 0..N {
+            sums[r][n] = S::fma(x, w[n], sums[r][n]);
+        }
+    }
+}
+
+/// [`Simd::dot_tile`], as the compiler makes it.
+#[inline(always)]
+pub(crate) unsafe fn dot_tile<S: Simd, const R: usize, const N: usize>(
+    x: *const f32,
+    w: &[S::I; N],
+    sums: &mut [[S::I; N]; R],
+) {
+    for r in 0..R {
+        let x = S::splat_pair(x.add(r).cast());
+        for n in 0..N {
+            sums[r][n] = S::dot_pairs(sums[r][n], x, w[n]);
+        }
     }
 }
 
