@@ -14,7 +14,7 @@ use crate::kernels::Kernels;
 use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
-use crate::simd::{Bf16, Element, Simd};
+use crate::simd::{Bf16, INPUTS, Simd, Weight};
 use crate::tile::{self, Prefetch, Tiles, store_tile};
 
 /// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
@@ -144,13 +144,13 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
+unsafe fn stored<S: Simd, E: Weight, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     if p.num_rows() == 1 {
         row!(p, width, row_of_stored(S, E, N));
         return;
     }
-    let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(tile::CHUNK);
+    let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(INPUTS);
     let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
@@ -159,7 +159,7 @@ unsafe fn stored<S: Simd, E: Element, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn row_of_stored<S: Simd, E: Element, const N: usize, const J: usize>(p: &Panel) {
+unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(p: &Panel) {
     let mut sums = [[S::splat(0.0); N]; J];
     for input in 0..p.num_in {
         let x = S::splat(*p.x.add(input));
@@ -176,7 +176,7 @@ unsafe fn row_of_stored<S: Simd, E: Element, const N: usize, const J: usize>(p: 
 
 /// As many rows as a tile has.
 #[inline(always)]
-unsafe fn tile_of_stored<S: Simd, E: Element, const R: usize, const N: usize>(
+unsafe fn tile_of_stored<S: Simd, E: Weight, const R: usize, const N: usize>(
     p: &Panel,
     row: usize,
     prefetch: &mut Prefetch,

@@ -9,53 +9,52 @@
 
 use std::ops::Range;
 
-use crate::simd::{Element, Simd};
+use crate::simd::{self, INPUTS, Simd, Weight};
 
-/// Inputs between two looks at what is to be prefetched.
-pub(crate) const CHUNK: usize = 32;
 /// Places from which what is needed next is asked for side by side: memory answers several streams faster than one.
 const STREAMS: usize = 4;
 /// The most rows of a tile of attention: with two registers a row, 12 of AVX2's 16 hold sums.
 const MAX_ROWS: usize = 6;
-/// Inputs that a loop over them takes at once: else counting takes the place of multiplying.
-const UNROLLED: usize = 4;
 /// The most columns of a panel.
 const MAX_WIDTH: usize = 48;
 
-/// What is needed next, asked for in even steps beside the work on what is there.
+/// What is needed next, asked for evenly beside the work on what is there: in bursts, answers would come in each other's way.
 #[derive(Clone, Copy)]
 pub(crate) struct Prefetch {
     next: *const u8,
-    /// Of each stream, in lines.
+    /// Of each stream, in bytes.
     stream: usize,
-    asked: usize,
-    /// Of each stream in a step.
-    lines: usize,
+    /// In each stream, in 2^-32 lines, and by so much an ask.
+    at: u64,
+    rate: u64,
+    /// Of a step.
+    asks: usize,
 }
 
 impl Prefetch {
     /// `num_bytes` at `next`, in so many steps.
     #[inline(always)]
     pub(crate) fn new(next: *const u8, num_bytes: usize, num_steps: usize) -> Prefetch {
-        let stream = num_bytes.div_ceil(64 * STREAMS);
-        let lines = stream.div_ceil(num_steps.max(1));
+        let lines = num_bytes.div_ceil(64 * STREAMS);
+        let num_steps = num_steps.max(1);
+        let asks = lines.div_ceil(num_steps);
         Prefetch {
             next,
-            stream,
-            asked: 0,
-            lines,
+            stream: lines * 64,
+            at: 0,
+            rate: ((lines as u64) << 32) / (num_steps * asks.max(1)) as u64,
+            asks,
         }
     }
 
     #[inline(always)]
     pub(crate) unsafe fn step<S: Simd>(&mut self) {
-        let end = self.stream.min(self.asked + self.lines);
-        while self.asked < end {
+        for _ in 0..self.asks {
+            let line = self.next.wrapping_add((self.at >> 32) as usize * 64);
             for stream in 0..STREAMS {
-                let line = stream * self.stream + self.asked;
-                S::prefetch(self.next.wrapping_add(line * 64));
+                S::prefetch(line.wrapping_add(stream * self.stream));
             }
-            self.asked += 1;
+            self.at += self.rate;
         }
     }
 }
@@ -146,43 +145,21 @@ unsafe fn pack_words(
 
 /// Adds to `sums` a tile's rows, side by side in `x`, times a panel of `N` vectors.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: Simd, E: Element, const R: usize, const N: usize>(
+pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize>(
     x: *const f32,
     w: *const E,
     num_in: usize,
     sums: &mut [[S::V; N]; R],
     prefetch: &mut Prefetch,
 ) {
-    let mut done = 0;
-    while done < num_in {
-        let end = num_in.min(done + CHUNK);
+    let width = N * S::LANES;
+    let num_whole = num_in / INPUTS * INPUTS;
+    for done in (0..num_whole).step_by(INPUTS) {
         prefetch.step::<S>();
-        while done + UNROLLED <= end {
-            for place in 0..UNROLLED {
-                let p = done + place;
-                step::<S, E, R, N>(w.add(p * N * S::LANES), x.add(p * R), sums);
-            }
-            done += UNROLLED;
-        }
-        while done < end {
-            step::<S, E, R, N>(w.add(done * N * S::LANES), x.add(done * R), sums);
-            done += 1;
-        }
+        E::add_products::<S, R, N>(x.add(done * R), w.add(done * width), sums);
     }
-}
-
-/// One input of a tile.
-#[inline(always)]
-unsafe fn step<S: Simd, E: Element, const R: usize, const N: usize>(
-    w: *const E,
-    x: *const f32,
-    sums: &mut [[S::V; N]; R],
-) {
-    let mut columns = [S::splat(0.0); N];
-    for n in 0..N {
-        columns[n] = E::load::<S>(w.add(n * S::LANES));
-    }
-    S::fma_tile(x, &columns, sums);
+    let rest = num_in - num_whole;
+    simd::add_products::<S, E, R, N>(x.add(num_whole * R), w.add(num_whole * width), rest, sums);
 }
 
 /// Writes a tile, whose last columns may have no place.

@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Simd;
+use super::{Bf16, INPUTS, Simd};
 
 /// Eight lanes.
 pub(crate) struct Avx2;
@@ -72,15 +72,27 @@ impl Simd for Avx2 {
         _mm256_fmadd_ps(a, b, c)
     }
     #[inline(always)]
-    unsafe fn fma_tile<const R: usize, const N: usize>(
+    unsafe fn add_f32<const R: usize, const N: usize>(
         x: *const f32,
-        w: &[__m256; N],
+        w: *const f32,
         sums: &mut [[__m256; N]; R],
     ) {
         if R == 4 && N == 3 {
-            four_by_three(x, w, sums);
+            four_by_three_f32(x, w, sums);
         } else {
-            super::fma_tile::<Self, R, N>(x, w, sums);
+            super::add_products::<Self, f32, R, N>(x, w, INPUTS, sums);
+        }
+    }
+    #[inline(always)]
+    unsafe fn add_bf16<const R: usize, const N: usize>(
+        x: *const f32,
+        w: *const Bf16,
+        sums: &mut [[__m256; N]; R],
+    ) {
+        if R == 4 && N == 3 {
+            four_by_three_bf16(x, w, sums);
+        } else {
+            super::add_products::<Self, Bf16, R, N>(x, w, INPUTS, sums);
         }
     }
     #[inline(always)]
@@ -187,52 +199,79 @@ impl Simd for Avx2 {
     }
 }
 
-/// `fma_tile` of four rows and three vectors: it takes all registers, and the compiler, which moves loads up, would find
-/// none for a sum.
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn four_by_three<const R: usize, const N: usize>(
-    x: *const f32,
-    w: &[__m256; N],
-    sums: &mut [[__m256; N]; R],
-) {
-    std::arch::asm!(
-        "vbroadcastss {x}, dword ptr [{from} + 0]",
-        "vfmadd231ps {s00}, {x}, {w0}",
-        "vfmadd231ps {s01}, {x}, {w1}",
-        "vfmadd231ps {s02}, {x}, {w2}",
-        "vbroadcastss {x}, dword ptr [{from} + 4]",
-        "vfmadd231ps {s10}, {x}, {w0}",
-        "vfmadd231ps {s11}, {x}, {w1}",
-        "vfmadd231ps {s12}, {x}, {w2}",
-        "vbroadcastss {x}, dword ptr [{from} + 8]",
-        "vfmadd231ps {s20}, {x}, {w0}",
-        "vfmadd231ps {s21}, {x}, {w1}",
-        "vfmadd231ps {s22}, {x}, {w2}",
-        "vbroadcastss {x}, dword ptr [{from} + 12]",
-        "vfmadd231ps {s30}, {x}, {w0}",
-        "vfmadd231ps {s31}, {x}, {w1}",
-        "vfmadd231ps {s32}, {x}, {w2}",
-        from = in(reg) x,
-        x = out(ymm_reg) _,
-        w0 = in(ymm_reg) w[0],
-        w1 = in(ymm_reg) w[1],
-        w2 = in(ymm_reg) w[2],
-        s00 = inout(ymm_reg) sums[0][0],
-        s01 = inout(ymm_reg) sums[0][1],
-        s02 = inout(ymm_reg) sums[0][2],
-        s10 = inout(ymm_reg) sums[1][0],
-        s11 = inout(ymm_reg) sums[1][1],
-        s12 = inout(ymm_reg) sums[1][2],
-        s20 = inout(ymm_reg) sums[2][0],
-        s21 = inout(ymm_reg) sums[2][1],
-        s22 = inout(ymm_reg) sums[2][2],
-        s30 = inout(ymm_reg) sums[3][0],
-        s31 = inout(ymm_reg) sums[3][1],
-        s32 = inout(ymm_reg) sums[3][2],
-        options(pure, readonly, nostack, preserves_flags),
-    );
+/// `add_products` of four rows and three vectors: it takes all registers, and the compiler, which moves loads up, would find
+/// none for a sum. `$load` reads the vectors of an input's weights.
+macro_rules! four_by_three {
+    ($name:ident, $weight:ty, $($load:literal),*) => {
+        #[inline]
+        #[target_feature(enable = "avx2,fma")]
+        unsafe fn $name<const R: usize, const N: usize>(
+            x: *const f32,
+            w: *const $weight,
+            sums: &mut [[__m256; N]; R],
+        ) {
+            const { assert!(INPUTS == 8) };
+            std::arch::asm!(
+                ".irp p, 0, 1, 2, 3, 4, 5, 6, 7",
+                $($load,)*
+                "vbroadcastss {x}, dword ptr [{from} + 16*\\p]",
+                "vfmadd231ps {s00}, {x}, {w0}",
+                "vfmadd231ps {s01}, {x}, {w1}",
+                "vfmadd231ps {s02}, {x}, {w2}",
+                "vbroadcastss {x}, dword ptr [{from} + 16*\\p + 4]",
+                "vfmadd231ps {s10}, {x}, {w0}",
+                "vfmadd231ps {s11}, {x}, {w1}",
+                "vfmadd231ps {s12}, {x}, {w2}",
+                "vbroadcastss {x}, dword ptr [{from} + 16*\\p + 8]",
+                "vfmadd231ps {s20}, {x}, {w0}",
+                "vfmadd231ps {s21}, {x}, {w1}",
+                "vfmadd231ps {s22}, {x}, {w2}",
+                "vbroadcastss {x}, dword ptr [{from} + 16*\\p + 12]",
+                "vfmadd231ps {s30}, {x}, {w0}",
+                "vfmadd231ps {s31}, {x}, {w1}",
+                "vfmadd231ps {s32}, {x}, {w2}",
+                ".endr",
+                from = in(reg) x,
+                weights = in(reg) w,
+                x = out(ymm_reg) _,
+                w0 = out(ymm_reg) _,
+                w1 = out(ymm_reg) _,
+                w2 = out(ymm_reg) _,
+                s00 = inout(ymm_reg) sums[0][0],
+                s01 = inout(ymm_reg) sums[0][1],
+                s02 = inout(ymm_reg) sums[0][2],
+                s10 = inout(ymm_reg) sums[1][0],
+                s11 = inout(ymm_reg) sums[1][1],
+                s12 = inout(ymm_reg) sums[1][2],
+                s20 = inout(ymm_reg) sums[2][0],
+                s21 = inout(ymm_reg) sums[2][1],
+                s22 = inout(ymm_reg) sums[2][2],
+                s30 = inout(ymm_reg) sums[3][0],
+                s31 = inout(ymm_reg) sums[3][1],
+                s32 = inout(ymm_reg) sums[3][2],
+                options(pure, readonly, nostack, preserves_flags),
+            );
+        }
+    };
 }
+
+four_by_three!(
+    four_by_three_f32,
+    f32,
+    "vmovups {w0}, ymmword ptr [{weights} + 96*\\p]",
+    "vmovups {w1}, ymmword ptr [{weights} + 96*\\p + 32]",
+    "vmovups {w2}, ymmword ptr [{weights} + 96*\\p + 64]"
+);
+four_by_three!(
+    four_by_three_bf16,
+    Bf16,
+    "vpmovzxwd {w0}, xmmword ptr [{weights} + 48*\\p]",
+    "vpslld {w0}, {w0}, 16",
+    "vpmovzxwd {w1}, xmmword ptr [{weights} + 48*\\p + 16]",
+    "vpslld {w1}, {w1}, 16",
+    "vpmovzxwd {w2}, xmmword ptr [{weights} + 48*\\p + 32]",
+    "vpslld {w2}, {w2}, 16"
+);
 
 /// `dot_tile` of six rows and two vectors: it takes all registers too.
 #[inline]

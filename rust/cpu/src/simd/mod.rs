@@ -47,14 +47,23 @@ pub(crate) trait Simd: Sized {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `sums[r][n] + x[r] * w[n]`.
+    /// `sums[r][n] + x[p][r] * w[p][n]` over [`INPUTS`] of float32.
     #[inline(always)]
-    unsafe fn fma_tile<const R: usize, const N: usize>(
+    unsafe fn add_f32<const R: usize, const N: usize>(
         x: *const f32,
-        w: &[Self::V; N],
+        w: *const f32,
         sums: &mut [[Self::V; N]; R],
     ) {
-        fma_tile::<Self, R, N>(x, w, sums);
+        add_products::<Self, f32, R, N>(x, w, INPUTS, sums);
+    }
+    /// The same of bfloat16.
+    #[inline(always)]
+    unsafe fn add_bf16<const R: usize, const N: usize>(
+        x: *const f32,
+        w: *const Bf16,
+        sums: &mut [[Self::V; N]; R],
+    ) {
+        add_products::<Self, Bf16, R, N>(x, w, INPUTS, sums);
     }
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
@@ -130,17 +139,27 @@ pub(crate) trait Simd: Sized {
     }
 }
 
-/// [`Simd::fma_tile`], as the compiler makes it.
+/// Inputs of a tile that are multiplied in one go: else counting takes the place of multiplying.
+pub(crate) const INPUTS: usize = 8;
+
+/// `sums[r][n] + x[p][r] * w[p][n]` over some inputs, as the compiler makes it.
 #[inline(always)]
-pub(crate) unsafe fn fma_tile<S: Simd, const R: usize, const N: usize>(
+pub(crate) unsafe fn add_products<S: Simd, E: Element, const R: usize, const N: usize>(
     x: *const f32,
-    w: &[S::V; N],
+    w: *const E,
+    num_in: usize,
     sums: &mut [[S::V; N]; R],
 ) {
-    for r in 0..R {
-        let x = S::splat(*x.add(r));
+    for p in 0..num_in {
+        let mut columns = [S::splat(0.0); N];
         for n in 0..N {
-            sums[r][n] = S::fma(x, w[n], sums[r][n]);
+            columns[n] = E::load::<S>(w.add((p * N + n) * S::LANES));
+        }
+        for r in 0..R {
+            let x = S::splat(*x.add(p * R + r));
+            for n in 0..N {
+                sums[r][n] = S::fma(x, columns[n], sums[r][n]);
+            }
         }
     }
 }
@@ -165,6 +184,38 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     fn get(self) -> f32;
     fn of(x: f32) -> Self;
+}
+
+/// How a weight is stored.
+pub(crate) trait Weight: Element {
+    /// `sums[r][n] + x[p][r] * w[p][n]` over [`INPUTS`].
+    unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
+        x: *const f32,
+        w: *const Self,
+        sums: &mut [[S::V; N]; R],
+    );
+}
+
+impl Weight for f32 {
+    #[inline(always)]
+    unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
+        x: *const f32,
+        w: *const f32,
+        sums: &mut [[S::V; N]; R],
+    ) {
+        S::add_f32::<R, N>(x, w, sums);
+    }
+}
+
+impl Weight for Bf16 {
+    #[inline(always)]
+    unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
+        x: *const f32,
+        w: *const Bf16,
+        sums: &mut [[S::V; N]; R],
+    ) {
+        S::add_bf16::<R, N>(x, w, sums);
+    }
 }
 
 impl Element for f32 {
