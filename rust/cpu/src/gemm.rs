@@ -42,8 +42,9 @@ pub(crate) struct Panel {
     /// Bytes from a panel to the next.
     pub(crate) stride: usize,
     pub(crate) weights: *const u8,
-    /// What comes next, of as many panels.
+    /// What comes next.
     pub(crate) next: *const u8,
+    pub(crate) next_bytes: usize,
     /// Of all the panels' columns, those that the matrix has.
     pub(crate) num_columns: usize,
     /// For each of these, or null.
@@ -73,7 +74,7 @@ impl Panel {
     }
 
     fn prefetch(&self, num_steps: usize) -> Prefetch {
-        Prefetch::new(self.next, self.num_panels * self.stride, num_steps)
+        Prefetch::new(self.next, self.next_bytes, num_steps)
     }
 }
 
@@ -542,12 +543,20 @@ pub(crate) fn num_units(kernels: &Kernels, num_rows: usize, matrix: &Matrix) -> 
     num_tiles.div_ceil(MAX_ROWS / tile_rows) * matrix.num_panels()
 }
 
+/// Panels that a worker takes at once: as many as memory answers streams, but no more bytes than stay near the core until
+/// they are needed.
+fn panels_at_once(num_rows: usize, matrix: &Matrix) -> usize {
+    let fit = NEAR_BYTES / matrix.panel_bytes();
+    if num_rows == 1 { 4 } else { fit.clamp(1, 4) }
+}
+
 /// A worker's part of `out = x · matrixᵀ + bias`; all workers call it with the same arguments.
 ///
 /// # Safety
 /// `x` points to `num_rows` rows of so many words, by tiles: of the matrix's inputs (quantised for an 8-bit one); `out` has
 /// as many rows of its outputs; they do not overlap, and nobody else uses `out` before all units are done. A panel's
-/// numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set.
+/// numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set. `after` is what the next product is
+/// with.
 pub(crate) unsafe fn multiply(
     kernels: &Kernels,
     (x, num_words): (*const f32, usize),
@@ -556,20 +565,31 @@ pub(crate) unsafe fn multiply(
     out: Rows,
     (units, worker): (&Units, usize),
     scratch: *mut f32,
+    after: Option<&Matrix>,
 ) {
     let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
     let num_panels = matrix.num_panels();
     let num_units = num_units(kernels, num_rows, matrix);
     let tiles = Tiles::new(num_rows, kernels.tile_rows(matrix.format));
     let tiles_at_once = tiles.len().div_ceil(num_units / num_panels);
-    // As many panels as memory answers streams, but no more bytes than stay near the core until they are needed.
-    let fit = NEAR_BYTES / matrix.panel_bytes();
-    let at_once = if num_rows == 1 { 4 } else { fit.clamp(1, 4) };
+    let at_once = panels_at_once(num_rows, matrix);
     let mut num_done = 0;
     let mut taken = units.take_of_share(worker, num_units, at_once);
     while let Some(some) = taken {
         taken = units.take_of_share(worker, num_units, at_once);
-        let next = taken.as_ref().map_or(some.start, |next| next.start) % num_panels;
+        let (next, next_bytes) = match (&taken, after) {
+            (Some(next), _) => (
+                matrix.panel(next.start % num_panels),
+                next.len() * matrix.panel_bytes(),
+            ),
+            (None, Some(after)) => {
+                let units_after = self::num_units(kernels, num_rows, after);
+                let first = units.first_of_share(worker, units_after);
+                let num_bytes = panels_at_once(num_rows, after) * after.panel_bytes();
+                (after.panel(first % after.num_panels()), num_bytes)
+            }
+            (None, None) => (matrix.panel(0), 0),
+        };
         num_done += some.len();
         let mut unit = some.start;
         while unit < some.end {
@@ -588,7 +608,8 @@ pub(crate) unsafe fn multiply(
                 num_panels: count,
                 stride: matrix.panel_bytes(),
                 weights: matrix.panel(index),
-                next: matrix.panel(next),
+                next,
+                next_bytes,
                 num_columns: (count * matrix.width).min(matrix.num_out - first),
                 bias: if bias.is_null() {
                     bias

@@ -257,6 +257,11 @@ impl Units {
         }
     }
 
+    /// Where a worker's share of so many begins.
+    pub(crate) fn first_of_share(&self, worker: usize, num_units: usize) -> usize {
+        worker * num_units / self.shares.len()
+    }
+
     /// A worker's next of so many, some at once: of its share, an even part that lies in one piece, then of what others left
     /// of theirs. Not to be mixed with `take`.
     pub(crate) fn take_of_share(
@@ -268,8 +273,8 @@ impl Units {
         let num_shares = self.shares.len();
         for place in 0..num_shares {
             let owner = (worker + place) % num_shares;
-            let start = owner * num_units / num_shares;
-            let len = (owner + 1) * num_units / num_shares - start;
+            let start = self.first_of_share(owner, num_units);
+            let len = self.first_of_share(owner + 1, num_units) - start;
             let taken = &self.shares[owner].0;
             // Looked at before: a share that is empty is left alone.
             if taken.load(Ordering::Relaxed) < len {
@@ -545,6 +550,7 @@ impl Program {
             .map_or(std::ptr::null_mut(), Buffer::as_mut_ptr);
         let running = run::Running {
             kernels: self.kernels,
+            stages: &self.stages,
             tables: &self.tables,
             vectors: &self.vectors,
             matrices: &self.matrices,

@@ -20,6 +20,7 @@ const MIN_NUMBERS: usize = 4096;
 /// What all workers see of a running step.
 pub(super) struct Running<'a> {
     pub(super) kernels: &'static Kernels,
+    pub(super) stages: &'a [Stage],
     pub(super) tables: &'a [Table],
     pub(super) vectors: &'a [Vec<f32>],
     pub(super) matrices: &'a [Matrix],
@@ -79,6 +80,16 @@ impl Running<'_> {
         } else {
             self.step.num_tokens()
         }
+    }
+
+    /// The next product's matrix.
+    fn product_after(&self, index: usize) -> Option<&Matrix> {
+        self.stages[index + 1..]
+            .iter()
+            .find_map(|stage| match stage {
+                Stage::Multiply { matrix, .. } => Some(&self.matrices[matrix.0]),
+                _ => None,
+            })
     }
 
     /// Units of a stage in this step, each of so many rows (or tiles, or panels, or attention's own).
@@ -147,6 +158,7 @@ impl Running<'_> {
                             self.at(out),
                             (units, scratch.worker),
                             scratch.panel.as_mut_ptr(),
+                            self.product_after(index),
                         );
                     }
                 }
