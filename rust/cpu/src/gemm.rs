@@ -21,7 +21,7 @@ use crate::tile::{self, Prefetch, Tiles, store_tile};
 /// each panel.
 const MAX_ROWS: usize = 512;
 /// Bytes that stay near the core while as many come.
-const NEAR_BYTES: usize = 128 << 10;
+const NEAR_BYTES: usize = 64 << 10;
 /// Pairs of inputs between two looks at what is to be asked for.
 const PAIRS: usize = 32;
 

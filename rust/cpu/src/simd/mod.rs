@@ -72,7 +72,7 @@ pub(crate) trait Simd: Sized {
     /// The sums of four vectors, each in one order.
     unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
-    /// Asks for a cache line, for the second level.
+    /// Asks for a cache line: for the second level, or the first where that comes sooner.
     unsafe fn prefetch(at: *const u8);
 
     /// `LANES` 32-bit sums.
