@@ -162,13 +162,15 @@ unsafe fn stored<S: Simd, E: Weight, const N: usize>(p: &Panel) {
 #[inline(always)]
 unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(p: &Panel) {
     let mut sums = [[S::splat(0.0); N]; J];
-    for input in 0..p.num_in {
-        let x = S::splat(*p.x.add(input));
-        for j in 0..J {
-            let w = p.weights.add(j * p.stride).cast::<E>();
-            for n in 0..N {
-                let w = E::load::<S>(w.add((input * N + n) * S::LANES));
-                sums[j][n] = S::fma(x, w, sums[j][n]);
+    for first in (0..p.num_in).step_by(E::TOGETHER) {
+        for place in 0..E::TOGETHER.min(p.num_in - first) {
+            let x = S::splat(*p.x.add(first + place));
+            for j in 0..J {
+                let weights = p.weights.add(j * p.stride).cast::<E>();
+                let columns = E::columns::<S, N>(weights.add(first * N * S::LANES), place);
+                for n in 0..N {
+                    sums[j][n] = S::fma(x, columns[n], sums[j][n]);
+                }
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use crate::Isa;
 use crate::memory::Buffer;
-use crate::simd::{Bf16, Element};
+use crate::simd::{Bf16, Weight};
 
 /// How the numbers of a panel are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,7 +207,7 @@ fn empty(
     }
 }
 
-fn pack<E: Element>(
+fn pack<E: Weight>(
     isa: Isa,
     format: Format,
     weight: &[f32],
@@ -215,7 +215,7 @@ fn pack<E: Element>(
     bias: Option<&[f32]>,
 ) -> Matrix {
     let width = panel_width(isa, format);
-    let panel_bytes = num_in * width * size_of::<E>();
+    let panel_bytes = num_in.next_multiple_of(E::TOGETHER) * width * size_of::<E>();
     let mut matrix = empty(
         isa,
         format,
@@ -232,8 +232,9 @@ fn pack<E: Element>(
             .chunks_exact(num_in)
             .take(width);
         for (column, row) in rows.enumerate() {
-            for (to, &number) in numbers[column..].iter_mut().step_by(width).zip(row) {
-                *to = E::of(number);
+            for (input, &number) in row.iter().enumerate() {
+                let (first, place) = (input / E::TOGETHER * E::TOGETHER, input % E::TOGETHER);
+                numbers[first * width + column * E::TOGETHER + place] = E::of(number);
             }
         }
     }

@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Bf16, INPUTS, Simd};
+use super::{Bf16, INPUTS, Simd, UPPER_HALF};
 
 /// Eight lanes.
 pub(crate) struct Avx2;
@@ -144,6 +144,14 @@ impl Simd for Avx2 {
         _mm256_storeu_si256(to.cast(), x);
     }
     #[inline(always)]
+    unsafe fn lower_bf16(x: __m256i) -> __m256 {
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))
+    }
+    #[inline(always)]
+    unsafe fn upper_bf16(x: __m256i) -> __m256 {
+        _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(UPPER_HALF)))
+    }
+    #[inline(always)]
     unsafe fn nibbles(x: __m256i) -> [__m256i; 4] {
         let mask = _mm256_set1_epi16(15);
         [
@@ -200,9 +208,9 @@ impl Simd for Avx2 {
 }
 
 /// `add_products` of four rows and three vectors: it takes all registers, and the compiler, which moves loads up, would find
-/// none for a sum. `$load` reads the vectors of an input's weights.
+/// none for a sum. `$load` reads the vectors of weights of an even input, and of the odd one after it.
 macro_rules! four_by_three {
-    ($name:ident, $weight:ty, $($load:literal),*) => {
+    ($name:ident, $weight:ty, [$($even:literal),*], [$($odd:literal),*]) => {
         #[inline]
         #[target_feature(enable = "avx2,fma")]
         unsafe fn $name<const R: usize, const N: usize>(
@@ -212,24 +220,11 @@ macro_rules! four_by_three {
         ) {
             const { assert!(INPUTS == 8) };
             std::arch::asm!(
-                ".irp p, 0, 1, 2, 3, 4, 5, 6, 7",
-                $($load,)*
-                "vbroadcastss {x}, dword ptr [{from} + 16*\\p]",
-                "vfmadd231ps {s00}, {x}, {w0}",
-                "vfmadd231ps {s01}, {x}, {w1}",
-                "vfmadd231ps {s02}, {x}, {w2}",
-                "vbroadcastss {x}, dword ptr [{from} + 16*\\p + 4]",
-                "vfmadd231ps {s10}, {x}, {w0}",
-                "vfmadd231ps {s11}, {x}, {w1}",
-                "vfmadd231ps {s12}, {x}, {w2}",
-                "vbroadcastss {x}, dword ptr [{from} + 16*\\p + 8]",
-                "vfmadd231ps {s20}, {x}, {w0}",
-                "vfmadd231ps {s21}, {x}, {w1}",
-                "vfmadd231ps {s22}, {x}, {w2}",
-                "vbroadcastss {x}, dword ptr [{from} + 16*\\p + 12]",
-                "vfmadd231ps {s30}, {x}, {w0}",
-                "vfmadd231ps {s31}, {x}, {w1}",
-                "vfmadd231ps {s32}, {x}, {w2}",
+                ".irp p, 0, 2, 4, 6",
+                $($even,)*
+                four_rows!("16*\\p"),
+                $($odd,)*
+                four_rows!("16*\\p + 16"),
                 ".endr",
                 from = in(reg) x,
                 weights = in(reg) w,
@@ -255,22 +250,66 @@ macro_rules! four_by_three {
     };
 }
 
+/// One input of four rows, at `$at`, times three vectors.
+macro_rules! four_rows {
+    ($at:literal) => {
+        concat!(
+            four_rows!($at, " + 0", "s00", "s01", "s02"),
+            four_rows!($at, " + 4", "s10", "s11", "s12"),
+            four_rows!($at, " + 8", "s20", "s21", "s22"),
+            four_rows!($at, " + 12", "s30", "s31", "s32"),
+        )
+    };
+    ($at:literal, $row:literal, $s0:literal, $s1:literal, $s2:literal) => {
+        concat!(
+            "vbroadcastss {x}, dword ptr [{from} + ",
+            $at,
+            $row,
+            "]\n",
+            "vfmadd231ps {",
+            $s0,
+            "}, {x}, {w0}\n",
+            "vfmadd231ps {",
+            $s1,
+            "}, {x}, {w1}\n",
+            "vfmadd231ps {",
+            $s2,
+            "}, {x}, {w2}\n",
+        )
+    };
+}
+
 four_by_three!(
     four_by_three_f32,
     f32,
-    "vmovups {w0}, ymmword ptr [{weights} + 96*\\p]",
-    "vmovups {w1}, ymmword ptr [{weights} + 96*\\p + 32]",
-    "vmovups {w2}, ymmword ptr [{weights} + 96*\\p + 64]"
+    [
+        "vmovups {w0}, ymmword ptr [{weights} + 96*\\p]",
+        "vmovups {w1}, ymmword ptr [{weights} + 96*\\p + 32]",
+        "vmovups {w2}, ymmword ptr [{weights} + 96*\\p + 64]"
+    ],
+    [
+        "vmovups {w0}, ymmword ptr [{weights} + 96*\\p + 96]",
+        "vmovups {w1}, ymmword ptr [{weights} + 96*\\p + 128]",
+        "vmovups {w2}, ymmword ptr [{weights} + 96*\\p + 160]"
+    ]
 );
 four_by_three!(
     four_by_three_bf16,
     Bf16,
-    "vpmovzxwd {w0}, xmmword ptr [{weights} + 48*\\p]",
-    "vpslld {w0}, {w0}, 16",
-    "vpmovzxwd {w1}, xmmword ptr [{weights} + 48*\\p + 16]",
-    "vpslld {w1}, {w1}, 16",
-    "vpmovzxwd {w2}, xmmword ptr [{weights} + 48*\\p + 32]",
-    "vpslld {w2}, {w2}, 16"
+    [
+        "vmovdqu {w0}, ymmword ptr [{weights} + 48*\\p]",
+        "vmovdqu {w1}, ymmword ptr [{weights} + 48*\\p + 32]",
+        "vmovdqu {w2}, ymmword ptr [{weights} + 48*\\p + 64]",
+        "vpslld {w0}, {w0}, 16",
+        "vpslld {w1}, {w1}, 16",
+        "vpslld {w2}, {w2}, 16"
+    ],
+    [
+        "vpxor {x}, {x}, {x}",
+        "vpblendw {w0}, {x}, ymmword ptr [{weights} + 48*\\p], 0xaa",
+        "vpblendw {w1}, {x}, ymmword ptr [{weights} + 48*\\p + 32], 0xaa",
+        "vpblendw {w2}, {x}, ymmword ptr [{weights} + 48*\\p + 64], 0xaa"
+    ]
 );
 
 /// `dot_tile` of six rows and two vectors: it takes all registers too.

@@ -7,8 +7,8 @@
 
 use std::arch::x86_64::*;
 
-use super::Simd;
 use super::avx2::Avx2;
+use super::{Simd, UPPER_HALF};
 
 /// Sixteen lanes.
 pub(crate) struct Avx512;
@@ -127,6 +127,14 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store_pairs(to: *mut u8, x: __m512i) {
         _mm512_storeu_si512(to.cast(), x);
+    }
+    #[inline(always)]
+    unsafe fn lower_bf16(x: __m512i) -> __m512 {
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))
+    }
+    #[inline(always)]
+    unsafe fn upper_bf16(x: __m512i) -> __m512 {
+        _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(UPPER_HALF)))
     }
     #[inline(always)]
     unsafe fn nibbles(x: __m512i) -> [__m512i; 4] {

@@ -21,6 +21,9 @@ pub(crate) mod portable;
 /// The most lanes of a vector.
 pub(crate) const MAX_LANES: usize = 16;
 
+/// Of a pair, the second number.
+const UPPER_HALF: i32 = -1 << 16;
+
 /// Vectors of `LANES` f32.
 pub(crate) trait Simd: Sized {
     /// f32 in a vector; a power of two.
@@ -83,6 +86,10 @@ pub(crate) trait Simd: Sized {
     /// A pair of 16-bit numbers for each lane.
     unsafe fn load_pairs(from: *const u8) -> Self::I;
     unsafe fn store_pairs(to: *mut u8, x: Self::I);
+    /// The first numbers of pairs of bfloat16, widened: exact.
+    unsafe fn lower_bf16(x: Self::I) -> Self::V;
+    /// The second ones.
+    unsafe fn upper_bf16(x: Self::I) -> Self::V;
     /// Of 16-bit numbers the lowest four bits, the next, the next, and the highest.
     unsafe fn nibbles(x: Self::I) -> [Self::I; 4];
     /// One pair of 16-bit numbers in every lane.
@@ -144,21 +151,20 @@ pub(crate) const INPUTS: usize = 8;
 
 /// `sums[r][n] + x[p][r] * w[p][n]` over some inputs, as the compiler makes it.
 #[inline(always)]
-pub(crate) unsafe fn add_products<S: Simd, E: Element, const R: usize, const N: usize>(
+pub(crate) unsafe fn add_products<S: Simd, E: Weight, const R: usize, const N: usize>(
     x: *const f32,
     w: *const E,
     num_in: usize,
     sums: &mut [[S::V; N]; R],
 ) {
-    for p in 0..num_in {
-        let mut columns = [S::splat(0.0); N];
-        for n in 0..N {
-            columns[n] = E::load::<S>(w.add((p * N + n) * S::LANES));
-        }
-        for r in 0..R {
-            let x = S::splat(*x.add(p * R + r));
-            for n in 0..N {
-                sums[r][n] = S::fma(x, columns[n], sums[r][n]);
+    for first in (0..num_in).step_by(E::TOGETHER) {
+        for place in 0..E::TOGETHER.min(num_in - first) {
+            let columns = E::columns::<S, N>(w.add(first * N * S::LANES), place);
+            for r in 0..R {
+                let x = S::splat(*x.add((first + place) * R + r));
+                for n in 0..N {
+                    sums[r][n] = S::fma(x, columns[n], sums[r][n]);
+                }
             }
         }
     }
@@ -186,8 +192,12 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     fn of(x: f32) -> Self;
 }
 
-/// How a weight is stored.
+/// How weights are stored in a panel: inputs one after another, or some together for each column.
 pub(crate) trait Weight: Element {
+    /// Inputs that lie together.
+    const TOGETHER: usize;
+    /// The weights of one of the inputs that lie together at `from`.
+    unsafe fn columns<S: Simd, const N: usize>(from: *const Self, place: usize) -> [S::V; N];
     /// `sums[r][n] + x[p][r] * w[p][n]` over [`INPUTS`].
     unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
         x: *const f32,
@@ -197,6 +207,15 @@ pub(crate) trait Weight: Element {
 }
 
 impl Weight for f32 {
+    const TOGETHER: usize = 1;
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const N: usize>(from: *const f32, _place: usize) -> [S::V; N] {
+        let mut columns = [S::splat(0.0); N];
+        for n in 0..N {
+            columns[n] = S::load(from.add(n * S::LANES));
+        }
+        columns
+    }
     #[inline(always)]
     unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
         x: *const f32,
@@ -207,7 +226,22 @@ impl Weight for f32 {
     }
 }
 
+/// In pairs: one read and one instruction make numbers of it, as bfloat16 are the upper halves of float32.
 impl Weight for Bf16 {
+    const TOGETHER: usize = 2;
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const N: usize>(from: *const Bf16, place: usize) -> [S::V; N] {
+        let mut columns = [S::splat(0.0); N];
+        for n in 0..N {
+            let pairs = S::load_pairs(from.add(2 * n * S::LANES).cast());
+            columns[n] = if place == 0 {
+                S::lower_bf16(pairs)
+            } else {
+                S::upper_bf16(pairs)
+            };
+        }
+        columns
+    }
     #[inline(always)]
     unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
         x: *const f32,

@@ -1,7 +1,7 @@
 //! Plain Rust: right on every CPU, and what the others are held against. The compiler makes of it what it can.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
 
-use super::{Bf16, Element, Simd, f16_to_f32, f32_to_f16};
+use super::{Bf16, Element, Simd, UPPER_HALF, f16_to_f32, f32_to_f16};
 
 /// Eight lanes.
 pub(crate) struct Portable;
@@ -118,6 +118,14 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn store_pairs(to: *mut u8, x: Self::I) {
         to.cast::<Self::I>().write_unaligned(x);
+    }
+    #[inline(always)]
+    unsafe fn lower_bf16(x: [i32; LANES]) -> V {
+        each(|i| f32::from_bits((x[i] << 16) as u32))
+    }
+    #[inline(always)]
+    unsafe fn upper_bf16(x: [i32; LANES]) -> V {
+        each(|i| f32::from_bits((x[i] & UPPER_HALF) as u32))
     }
     #[inline(always)]
     unsafe fn nibbles(x: Self::I) -> [Self::I; 4] {
