@@ -152,7 +152,7 @@ fn a_forced_instruction_set_that_does_not_exist_is_named() {
     let error = Isa::named("sse").unwrap_err();
     assert_eq!(
         error.to_string(),
-        "NORIA_CPU_ISA is \"sse\", but must be portable, avx2 or avx512."
+        "NORIA_CPU_ISA is \"sse\", but must be portable, avx2, avx-vnni, avx512 or avx512-vnni."
     );
     assert_eq!(Isa::named("portable").unwrap(), Isa::Portable);
 }
@@ -261,7 +261,7 @@ fn gguf_blocks_give_their_numbers_and_a_row_the_same_bits_beside_any_others() {
                         assert!(error <= limit, "{} {found} for {wanted}", isa.name());
                     }
                 }
-                for count in 1..=8 {
+                for count in (1..=9).chain([16, 17]) {
                     let some = multiply(count, 1);
                     assert_eq!(some, together[..count * num_out], "{} {count}", isa.name());
                 }
