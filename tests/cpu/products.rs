@@ -271,6 +271,29 @@ fn gguf_blocks_give_their_numbers_and_a_row_the_same_bits_beside_any_others() {
 }
 
 #[test]
+fn vnni_gives_the_bits_of_the_two_instructions_that_it_is_for() {
+    for (isa, like) in [(Isa::AvxVnni, Isa::Avx2), (Isa::Avx512Vnni, Isa::Avx512)] {
+        if !isa.is_here() {
+            println!("skipped: this CPU has no {}", isa.name());
+            continue;
+        }
+        let mut numbers = Numbers::new(15);
+        let (num_in, num_out) = (96, 50);
+        let x = numbers.take(13 * num_in);
+        for format in [Format::Q8_0, Format::Q4_0, Format::Q4_1] {
+            let (bytes, _) = blocks(format, num_out, num_in, &mut numbers);
+            for count in [1, 2, 13] {
+                let multiply = |isa| {
+                    let packed = Matrix::pack_blocks(isa, format, &bytes, num_in, None);
+                    product_with(isa, packed, &x[..count * num_in], num_in, 1)
+                };
+                assert_eq!(multiply(isa), multiply(like), "{format:?} {count}");
+            }
+        }
+    }
+}
+
+#[test]
 fn rows_of_any_number_have_the_bits_of_each_alone() {
     let (num_in, num_out) = (70, 50);
     let mut numbers = Numbers::new(13);
