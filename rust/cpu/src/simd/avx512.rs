@@ -1,4 +1,4 @@
-//! AVX-512 F and BW: Intel servers from Skylake on, AMD from Zen 4 on; with VNNI, Intel servers from Cascade Lake on, AMD the same.
+//! AVX-512 F and BW: Intel servers from Skylake on, AMD from Zen 4 on; with VNNI, Intel's from Cascade Lake on, AMD's all.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
 #![allow(
     clippy::wildcard_imports,
