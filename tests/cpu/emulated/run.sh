@@ -11,7 +11,7 @@ shift 2
 
 work=$(mktemp -d)
 processes=
-trap 'kill $processes 2> /dev/null || true; rm -rf "$work"' EXIT
+trap 'kill -KILL $processes 2> /dev/null || true; rm -rf "$work"' EXIT
 trap 'exit 1' INT TERM
 
 # A system of one program: busybox, the binary, and the libraries that it names.
