@@ -381,7 +381,7 @@ class Expander:
         """Applies lost and gained seats and table changes, then expands the rows."""
 
 def cpu_isa() -> str:
-    """The instruction set of noria-cpu's kernels here: portable, avx2 or avx512.
+    """The instruction set of noria-cpu's kernels here: portable, avx2, avx-vnni, avx512 or avx512-vnni.
 
     Raises:
         ConfigError: `NORIA_CPU_ISA` names none, or one that this CPU does not have.

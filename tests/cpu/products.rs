@@ -152,7 +152,7 @@ fn a_forced_instruction_set_that_does_not_exist_is_named() {
     let error = Isa::named("sse").unwrap_err();
     assert_eq!(
         error.to_string(),
-        "NORIA_CPU_ISA is \"sse\", but must be portable, avx2 or avx512."
+        "NORIA_CPU_ISA is \"sse\", but must be portable, avx2, avx-vnni, avx512 or avx512-vnni."
     );
     assert_eq!(Isa::named("portable").unwrap(), Isa::Portable);
 }
@@ -261,10 +261,33 @@ fn gguf_blocks_give_their_numbers_and_a_row_the_same_bits_beside_any_others() {
                         assert!(error <= limit, "{} {found} for {wanted}", isa.name());
                     }
                 }
-                for count in 1..=8 {
+                for count in (1..=9).chain([16, 17]) {
                     let some = multiply(count, 1);
                     assert_eq!(some, together[..count * num_out], "{} {count}", isa.name());
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn vnni_gives_the_bits_of_the_two_instructions_that_it_is_for() {
+    for (isa, like) in [(Isa::AvxVnni, Isa::Avx2), (Isa::Avx512Vnni, Isa::Avx512)] {
+        if !isa.is_here() {
+            println!("skipped: this CPU has no {}", isa.name());
+            continue;
+        }
+        let mut numbers = Numbers::new(15);
+        let (num_in, num_out) = (96, 50);
+        let x = numbers.take(13 * num_in);
+        for format in [Format::Q8_0, Format::Q4_0, Format::Q4_1] {
+            let (bytes, _) = blocks(format, num_out, num_in, &mut numbers);
+            for count in [1, 2, 13] {
+                let multiply = |isa| {
+                    let packed = Matrix::pack_blocks(isa, format, &bytes, num_in, None);
+                    product_with(isa, packed, &x[..count * num_in], num_in, 1)
+                };
+                assert_eq!(multiply(isa), multiply(like), "{format:?} {count}");
             }
         }
     }

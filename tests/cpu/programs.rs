@@ -138,16 +138,21 @@ fn gates_are_their_formulas_also_far_from_zero() {
 
 #[test]
 fn heads_of_q_and_k_are_normed_and_part_of_them_rotated() {
+    check_norm_and_rope(10, &[1.0, 0.37, 0.01]); // 6 of 10 dimensions: no whole vector
+    let frequencies: Vec<f32> = (0..35).map(|i| 0.8f32.powi(i)).collect();
+    check_norm_and_rope(74, &frequencies); // whole vectors and a rest
+}
+
+fn check_norm_and_rope(head_dim: usize, frequencies: &[f32]) {
     let heads = Heads {
         num_heads: 4,
         num_kv_heads: 2,
-        head_dim: 10,
+        head_dim,
     };
-    let width = 8 * 10;
+    let width = 8 * head_dim;
     let mut numbers = Numbers::new(8);
     let x = numbers.take(ROWS * width);
-    let (q_weight, k_weight) = (numbers.take(10), numbers.take(10));
-    let frequencies = vec![1.0, 0.37, 0.01]; // 6 of 10 dimensions
+    let (q_weight, k_weight) = (numbers.take(head_dim), numbers.take(head_dim));
     for isa in isas() {
         let found = shown(
             isa,
@@ -155,7 +160,7 @@ fn heads_of_q_and_k_are_normed_and_part_of_them_rotated() {
             width,
             |b, v| {
                 let (q, k) = (b.vector(q_weight.clone()), b.vector(k_weight.clone()));
-                let frequencies = b.vector(frequencies.clone());
+                let frequencies = b.vector(frequencies.to_vec());
                 let normed = b.qk_norm(v, q, k, 1e-6, heads);
                 b.rope(normed, frequencies, 1.25, heads)
             },
@@ -163,10 +168,11 @@ fn heads_of_q_and_k_are_normed_and_part_of_them_rotated() {
         );
         let mut wanted = Vec::new();
         for (position, row) in x.chunks(width).enumerate() {
-            for (index, head) in row.chunks(10).enumerate() {
+            for (index, head) in row.chunks(head_dim).enumerate() {
                 let mut head = each(head, |x| x);
+                let half = frequencies.len();
                 if index < 6 {
-                    let mean = head.iter().map(|x| x * x).sum::<f64>() / 10.0;
+                    let mean = head.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
                     let weight = if index < 4 { &q_weight } else { &k_weight };
                     for (x, &w) in head.iter_mut().zip(weight) {
                         *x = *x / (mean + 1e-6).sqrt() * f64::from(w);
@@ -174,8 +180,8 @@ fn heads_of_q_and_k_are_normed_and_part_of_them_rotated() {
                     for (pair, &frequency) in frequencies.iter().enumerate() {
                         let angle = position as f64 * f64::from(frequency);
                         let (sin, cos) = (1.25 * angle.sin(), 1.25 * angle.cos());
-                        let (a, b) = (head[pair], head[pair + 3]);
-                        (head[pair], head[pair + 3]) = (a * cos - b * sin, b * cos + a * sin);
+                        let (a, b) = (head[pair], head[pair + half]);
+                        (head[pair], head[pair + half]) = (a * cos - b * sin, b * cos + a * sin);
                     }
                 }
                 wanted.extend(head);

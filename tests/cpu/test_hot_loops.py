@@ -8,12 +8,12 @@ import pytest
 
 from noria import _core
 
-PRODUCT = re.compile(r"(vfmadd|vpmaddwd).*%[yz]mm")
+PRODUCT = re.compile(r"(vfmadd|vpmaddwd|vpdpwssd).*%[yz]mm")
 JUMP = re.compile(r"j\w+\s+([0-9a-f]+)\b")
 STORED_TO_STACK = re.compile(r"%[yz]mm\d+,(0x[0-9a-f]+)?\(%rsp")
 INSTRUCTION = re.compile(r"^\s+([0-9a-f]+):\s+(.*)$")
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
-OPTIMISED = {"avx2", "avx512"}
+OPTIMISED = {"avx2", "avx_vnni", "avx512", "avx512_vnni"}
 
 Code = list[tuple[int, str]]
 

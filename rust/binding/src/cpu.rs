@@ -5,9 +5,9 @@
 use std::time::Duration;
 
 use noria_cpu::{
-    AttentionOptions, Builder, Format, Heads, ISA_VARIABLE, Isa, IsaError, KvFormat, KvView,
-    Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate, int8_rate,
-    read_bandwidth,
+    AttentionOptions, Builder, Format, Heads, ISA_NAMES, ISA_VARIABLE, Isa, IsaError, KvFormat,
+    KvView, Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate,
+    int8_rate, read_bandwidth,
 };
 use numpy::{Ix1, Ix2, IxDyn, PyReadwriteArrayDyn, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -87,7 +87,7 @@ fn chosen(py: Python<'_>) -> PyResult<Isa> {
 
 fn isa_error(py: Python<'_>, error: IsaError) -> PyErr {
     let (value, expected) = match error {
-        IsaError::Unknown(name) => (name, "portable, avx2 or avx512".to_owned()),
+        IsaError::Unknown(name) => (name, ISA_NAMES.to_owned()),
         IsaError::Missing(isa) => (
             isa.name().to_owned(),
             format!("one that this CPU has: {} at most", Isa::widest().name()),

@@ -9,12 +9,19 @@ pub enum Isa {
     Portable,
     /// AVX2, FMA and F16C.
     Avx2,
+    /// These, and AVX-VNNI.
+    AvxVnni,
     /// AVX-512 F and BW.
     Avx512,
+    /// These, and AVX-512 VNNI.
+    Avx512Vnni,
 }
 
 /// The variable that forces an instruction set.
 pub const ISA_VARIABLE: &str = "NORIA_CPU_ISA";
+
+/// What it may be.
+pub const ISA_NAMES: &str = "portable, avx2, avx-vnni, avx512 or avx512-vnni";
 
 /// Why an instruction set cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,14 +34,22 @@ pub enum IsaError {
 
 impl Isa {
     /// All of them, the narrowest first.
-    pub const ALL: [Isa; 3] = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 5] = [
+        Isa::Portable,
+        Isa::Avx2,
+        Isa::AvxVnni,
+        Isa::Avx512,
+        Isa::Avx512Vnni,
+    ];
 
     /// The name that [`ISA_VARIABLE`] takes.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
+            Isa::AvxVnni => "avx-vnni",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Vnni => "avx512-vnni",
         }
     }
 
@@ -49,11 +64,15 @@ impl Isa {
                     && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => Isa::Avx2.is_here() && is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.is_here()
                     && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => Isa::Avx512.is_here() && is_x86_feature_detected!("avx512vnni"),
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,
         }
@@ -98,10 +117,9 @@ impl Isa {
 impl fmt::Display for IsaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            IsaError::Unknown(name) => write!(
-                f,
-                "{ISA_VARIABLE} is {name:?}, but must be portable, avx2 or avx512."
-            ),
+            IsaError::Unknown(name) => {
+                write!(f, "{ISA_VARIABLE} is {name:?}, but must be {ISA_NAMES}.")
+            }
             IsaError::Missing(isa) => write!(
                 f,
                 "{ISA_VARIABLE} is {:?}, which this CPU does not have; the widest here is {:?}.",

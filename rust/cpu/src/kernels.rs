@@ -148,16 +148,62 @@ macro_rules! kernels {
     };
 }
 
+/// The kernels that multiply whole numbers again, with instructions that `$like` lacks; the others are its own.
+#[cfg(target_arch = "x86_64")]
+macro_rules! whole_kernels {
+    ($name:ident, $like:ident, $simd:ty, $vectors:literal, $pairs:literal, $features:literal) => {
+        mod $name {
+            use super::*;
+
+            pub(super) static KERNELS: Kernels = Kernels {
+                panel,
+                chains_of_pairs,
+                ..$like::KERNELS
+            };
+
+            // SAFETY (of both): as above.
+            #[target_feature(enable = $features)]
+            unsafe fn panel(panel: &Panel) {
+                // SAFETY: as above.
+                unsafe { gemm::panel::<$simd, $vectors, $pairs>(panel) }
+            }
+            #[target_feature(enable = $features)]
+            unsafe fn chains_of_pairs(pair: [i16; 2], length: usize) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::chains_of_pairs::<$simd>(pair, length) }
+            }
+        }
+    };
+}
+
 kernels!(portable, simd::portable::Portable, 2, 2);
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, simd::avx2::Avx2, 3, 2, "avx2,fma,f16c");
+kernels!(avx2, simd::avx2::Avx2<false>, 3, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 kernels!(
     avx512,
-    simd::avx512::Avx512,
+    simd::avx512::Avx512<false>,
     3,
     3,
     "avx512f,avx512bw,avx2,fma,f16c"
+);
+#[cfg(target_arch = "x86_64")]
+whole_kernels!(
+    avx_vnni,
+    avx2,
+    simd::avx2::Avx2<true>,
+    3,
+    2,
+    "avxvnni,avx2,fma,f16c"
+);
+#[cfg(target_arch = "x86_64")]
+whole_kernels!(
+    avx512_vnni,
+    avx512,
+    simd::avx512::Avx512<true>,
+    3,
+    3,
+    "avx512vnni,avx512f,avx512bw,avx2,fma,f16c"
 );
 
 impl Kernels {
@@ -177,7 +223,11 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &avx2::KERNELS,
             #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => &avx_vnni::KERNELS,
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => &avx512::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => &avx512_vnni::KERNELS,
             #[cfg(not(target_arch = "x86_64"))]
             _ => unreachable!("not on this architecture"),
         }

@@ -37,7 +37,7 @@ mod tile;
 
 pub use attention::{AttentionOptions, Heads};
 pub use builder::{Builder, MatrixId, TableId, Value, VectorId};
-pub use isa::{ISA_VARIABLE, Isa, IsaError};
+pub use isa::{ISA_NAMES, ISA_VARIABLE, Isa, IsaError};
 pub use kv::{KvFormat, KvView};
 pub use limits::{fma_rate, int8_rate, read_bandwidth};
 pub use matrix::{Format, Matrix};

@@ -70,9 +70,9 @@ pub struct Matrix {
 pub(crate) fn panel_width(isa: Isa, format: Format) -> usize {
     match isa {
         Isa::Portable => 16,
-        Isa::Avx2 if format.is_whole() => 16,
-        Isa::Avx2 => 24,
-        Isa::Avx512 => 48,
+        Isa::Avx2 | Isa::AvxVnni if format.is_whole() => 16,
+        Isa::Avx2 | Isa::AvxVnni => 24,
+        Isa::Avx512 | Isa::Avx512Vnni => 48,
     }
 }
 

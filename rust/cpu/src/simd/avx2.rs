@@ -1,4 +1,4 @@
-//! AVX2 with FMA and F16C: Intel from Haswell on, AMD from Zen on.
+//! AVX2 with FMA and F16C: Intel from Haswell on, AMD from Zen on; with AVX-VNNI, Intel from Alder Lake on.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
 #![allow(
     clippy::wildcard_imports,
@@ -9,10 +9,10 @@ use std::arch::x86_64::*;
 
 use super::{Bf16, INPUTS, Simd, UPPER_HALF};
 
-/// Eight lanes.
-pub(crate) struct Avx2;
+/// Eight lanes. With `VNNI`, one instruction multiplies pairs of whole numbers and adds them up, to the same bits.
+pub(crate) struct Avx2<const VNNI: bool>;
 
-impl Simd for Avx2 {
+impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const LANES: usize = 8;
     const NUM_REGISTERS: usize = 16;
     type V = __m256;
@@ -167,7 +167,11 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn dot_pairs(sums: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
+        if VNNI {
+            _mm256_dpwssd_avx_epi32(sums, a, b)
+        } else {
+            _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
+        }
     }
     #[inline(always)]
     unsafe fn dot_tile<const R: usize, const N: usize>(
@@ -175,7 +179,7 @@ impl Simd for Avx2 {
         w: &[__m256i; N],
         sums: &mut [[__m256i; N]; R],
     ) {
-        if R == 6 && N == 2 {
+        if R == 6 && N == 2 && !VNNI {
             six_by_two(x, w, sums);
         } else {
             super::dot_tile::<Self, R, N>(x, w, sums);

@@ -1,4 +1,4 @@
-//! AVX-512 F and BW: Intel servers from Skylake on, AMD from Zen 4 on.
+//! AVX-512 F and BW: Intel servers from Skylake on, AMD from Zen 4 on; with VNNI, Intel's from Cascade Lake on, AMD's all.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
 #![allow(
     clippy::wildcard_imports,
@@ -10,10 +10,10 @@ use std::arch::x86_64::*;
 use super::avx2::Avx2;
 use super::{Simd, UPPER_HALF};
 
-/// Sixteen lanes.
-pub(crate) struct Avx512;
+/// Sixteen lanes. With `VNNI`, one instruction multiplies pairs of whole numbers and adds them up, to the same bits.
+pub(crate) struct Avx512<const VNNI: bool>;
 
-impl Simd for Avx512 {
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     const LANES: usize = 16;
     const NUM_REGISTERS: usize = 32;
     type V = __m512;
@@ -81,7 +81,7 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn sum(x: __m512) -> f32 {
         let upper = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
-        Avx2::sum(_mm256_add_ps(_mm512_castps512_ps256(x), upper))
+        Avx2::<false>::sum(_mm256_add_ps(_mm512_castps512_ps256(x), upper))
     }
     #[inline(always)]
     unsafe fn sums(x: [__m512; 4]) -> [f32; 4] {
@@ -152,7 +152,11 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn dot_pairs(sums: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
+        if VNNI {
+            _mm512_dpwssd_epi32(sums, a, b)
+        } else {
+            _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
+        }
     }
     #[inline(always)]
     unsafe fn to_f32(x: __m512i) -> __m512 {
