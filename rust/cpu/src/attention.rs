@@ -168,6 +168,7 @@ impl Layout {
         let sums = rows * dim;
         let whole = sums + rows * (dim + 2);
         let scores = whole + rows * (dim + 2);
+        // There are more rows than MAX_ROWS / 2, so a strip of a chunk has room for its scores too.
         let keys = scores + rows * TILE;
         let values = keys + dim * TILE;
         let scales = values + dim * TILE;
@@ -486,9 +487,10 @@ struct Ahead {
     values: *const u8,
     /// Lines of a token, in K or in V.
     num_lines: usize,
-    /// Keys that are still to be asked for in the first half, and as many in the second.
+    /// Keys of the first half, and, with the last one again where it is short, of the second.
     half: usize,
     last: usize,
+    /// Of the first half, and the line of it, that is asked for next.
     key: usize,
     line: usize,
 }
@@ -517,10 +519,11 @@ impl Ahead {
             && to > keys.end
         {
             let theirs = unit.keys(a.options);
-            // Of another unit's keys nothing is asked for before its last TILE keys.
-            let skip = match tile.from == keys.start {
-                true => 0,
-                false => from.saturating_sub(keys.end),
+            // A unit asks for these from its last TILE keys on: what the tiles before have asked for is left out.
+            let skip = if tile.from == keys.start {
+                0
+            } else {
+                from.saturating_sub(keys.end)
             };
             let to = theirs.end.min(theirs.start + to - keys.end);
             let theirs = (theirs.start + skip).min(to)..to;
