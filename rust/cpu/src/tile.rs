@@ -222,7 +222,7 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    unsafe fn from_column(&self, column: usize) -> Product {
+    unsafe fn at_column(&self, column: usize) -> Product {
         Product {
             w: self.w.add(column),
             out: self.out.add(column),
@@ -258,11 +258,11 @@ pub(crate) unsafe fn block<S: Simd>(t: &Product, num_rows: usize, num_columns: u
 unsafe fn columns<S: Simd, const R: usize>(t: &Product, num_columns: usize) {
     let mut column = 0;
     while column + 2 * S::LANES <= num_columns {
-        tile::<S, R, 2>(&t.from_column(column));
+        tile::<S, R, 2>(&t.at_column(column));
         column += 2 * S::LANES;
     }
     if column + S::LANES <= num_columns {
-        tile::<S, R, 1>(&t.from_column(column));
+        tile::<S, R, 1>(&t.at_column(column));
         column += S::LANES;
     }
     for row in 0..R {
