@@ -350,25 +350,14 @@ impl Work {
         layer.add(head + E::SCALE_BYTES).cast()
     }
 
-    /// Copies a row's query, scaled.
-    #[inline(always)]
-    unsafe fn copy_query(&self, a: &Attend<'_>, row: usize, to: *mut f32) {
-        let head = self.kv_head * self.group + row % self.group;
-        let token = a.unit.token + row / self.group;
-        let from = a.qkv.at(token).add(head * self.dim);
-        for d in 0..self.dim {
-            *to.add(d) = *from.add(d) * a.options.scale;
-        }
-    }
-
     /// Takes the queries, scaled; nothing is summed yet.
-    #[inline(always)]
-    unsafe fn begin<S: Simd>(&self, a: &Attend<'_>) {
-        if a.unit.num_queries > 1 {
-            chunk::take_queries::<S>(a, self);
-        } else {
-            for r in 0..self.num_rows {
-                self.copy_query(a, r, self.queries.add(r * self.dim));
+    unsafe fn begin(&self, a: &Attend<'_>) {
+        for r in 0..self.num_rows {
+            let head = self.kv_head * self.group + r % self.group;
+            let from = a.qkv.at(a.unit.token + r / self.group).add(head * self.dim);
+            for d in 0..self.dim {
+                let query = *from.add(d) * a.options.scale;
+                *self.queries.add(r * self.dim + d) = query;
             }
         }
         self.sums.clear(self.num_rows, self.dim);
@@ -393,7 +382,7 @@ impl Work {
 unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
     let scratch = scratch.buffer.as_mut_ptr();
     for index in 0..a.unit.num_kv_heads {
-        Work::of(a, scratch, index).begin::<S>(a);
+        Work::of(a, scratch, index).begin(a);
     }
     let keys = a.unit.keys(a.options);
     let sums_ranges = a.unit.part.is_none() && keys.end > RANGE;
@@ -493,6 +482,10 @@ struct Ahead {
     /// Of the first half, and the line of it, that is asked for next.
     key: usize,
     line: usize,
+    /// Times that all steps are spread over.
+    num_times: usize,
+    /// Steps that are due, in shares of so many times.
+    due: usize,
 }
 
 impl Ahead {
@@ -509,6 +502,8 @@ impl Ahead {
             last: 0,
             key: 0,
             line: 0,
+            num_times: 1,
+            due: 0,
         };
         let (from, to) = (tile.from + TILE, tile.to + TILE);
         let ours = from.min(keys.end)..to.min(keys.end);
@@ -538,15 +533,17 @@ impl Ahead {
         ahead
     }
 
-    /// Steps at each of so many times.
-    fn steps_at_each(&self, num_times: usize) -> usize {
-        (self.half * self.num_lines).div_ceil(num_times.max(1))
+    /// How many times it will be asked, all in all.
+    fn spread_over(&mut self, num_times: usize) {
+        self.num_times = num_times.max(1);
     }
 
-    /// Asks for a line of K, and of V, in either half, in each of some steps.
+    /// Asks for what is due at so many times: in each step a line of K, and of V, in either half.
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&mut self, num_steps: usize) {
-        for _ in 0..num_steps {
+    unsafe fn ask<S: Simd>(&mut self, num_times: usize) {
+        self.due += num_times * self.half * self.num_lines;
+        while self.due >= self.num_times {
+            self.due -= self.num_times;
             if self.key >= self.half {
                 return;
             }

@@ -1,27 +1,20 @@
 //! Several queries with a tile of keys: two products, with a softmax between.
 //!
-//! Rows (queries × heads) lie in lanes, so maxima and totals are vectors, and what causality or the window hides from rows
-//! is a range of them. A score's dimensions are added up in the order of one query's, which has them in lanes: a chain
-//! of each lane's dimensions after another, and a tree over the chains. So rows need no sums across lanes.
+//! Scores lie key by key, with the rows (queries × heads) side by side: so maxima and totals of rows are vectors, and what
+//! causality or the window hides from rows is a range of them. A score is summed as one query's is: dimensions in lanes.
 //!
 //! A strip of rows is scored, turned into weights and summed while all it needs is in the first level of the cache, and only
 //! with the keys that one of its rows sees.
 
-use std::mem::MaybeUninit;
-
-use super::{Ahead, Attend, Tile, Work};
+use super::{Ahead, Attend, Tile, Work, scored_at_once};
 use crate::kv::Stored;
 use crate::simd::{MAX_LANES, Simd};
-use crate::tile::{self, Product, Tiles};
+use crate::tile::{self, Product};
 
 /// Rows of a strip: whole vectors and whole tiles of any instruction set.
 const STRIP: usize = 48;
-/// Keys that are scored together, at most.
-const KEYS: usize = 6;
-/// Vectors of rows that are scored together, at most.
-const VECTORS: usize = 3;
-/// Sums that wait while a tile of scores is added up.
-const WAITING: usize = (MAX_LANES.ilog2() as usize + 1) * KEYS * VECTORS * MAX_LANES;
+/// Rows that are scored together.
+const ROWS: usize = 4;
 
 /// A tile of keys that are expanded: what remains is the same for any format of the cache.
 pub(crate) struct ChunkTile<'t> {
@@ -70,24 +63,12 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     });
 }
 
-/// Takes the rows' scaled queries: of each vector of rows, their numbers side by side, one dimension after another.
-#[inline(always)]
-pub(super) unsafe fn take_queries<S: Simd>(a: &Attend<'_>, w: &Work) {
-    for first in (0..w.num_rows).step_by(S::LANES) {
-        let num_rows = S::LANES.min(w.num_rows - first);
-        for r in 0..num_rows {
-            w.copy_query(a, first + r, w.keys.add(r * w.dim));
-        }
-        // Rows beyond the last are whatever was there: nobody looks at them.
-        tile::pack(w.keys, w.dim, S::LANES, w.dim, w.queries.add(first * w.dim));
-    }
-}
-
 /// # Safety
 /// As for `tile`.
 #[inline(always)]
 pub(crate) unsafe fn attend_chunk<S: Simd>(c: &mut ChunkTile<'_>) {
     let (a, w) = (c.attend, c.work);
+    c.ahead.spread_over(w.num_rows);
     for row in (0..w.num_rows).step_by(STRIP) {
         let num_rows = STRIP.min(w.num_rows - row);
         let last = a.unit.position + (row + num_rows - 1) / w.group;
@@ -142,127 +123,62 @@ unsafe fn gather<S: Simd, E: Stored>(
 /// All scores of a strip, key by key with the rows side by side.
 #[inline(always)]
 unsafe fn score<S: Simd>(c: &mut ChunkTile<'_>, strip: Strip) {
-    let tiles = Tiles::new(strip.num_keys, KEYS);
-    let num_strips = c.work.num_rows.div_ceil(STRIP);
-    let num_steps = c.ahead.steps_at_each(num_strips * tiles.len());
-    for index in 0..tiles.len() {
-        c.ahead.ask::<S>(num_steps);
-        let key = tiles.first(index);
-        match tiles.first(index + 1) - key {
-            1 => score_keys::<S, 1>(c, strip, key),
-            2 => score_keys::<S, 2>(c, strip, key),
-            3 => score_keys::<S, 3>(c, strip, key),
-            4 => score_keys::<S, 4>(c, strip, key),
-            5 => score_keys::<S, 5>(c, strip, key),
-            _ => score_keys::<S, KEYS>(c, strip, key),
+    for row in (0..strip.num_rows).step_by(ROWS) {
+        c.ahead.ask::<S>(ROWS);
+        let mut key = 0;
+        while key < strip.num_keys {
+            let count = scored_at_once(strip.num_keys - key);
+            match count {
+                1 => score_keys::<S, 1>(c, strip, row, key),
+                2 => score_keys::<S, 2>(c, strip, row, key),
+                _ => score_keys::<S, 3>(c, strip, row, key),
+            }
+            key += count;
         }
     }
 }
 
+/// Scores of four rows with some keys.
 #[inline(always)]
-unsafe fn score_keys<S: Simd, const K: usize>(c: &ChunkTile<'_>, strip: Strip, key: usize) {
-    let num_vectors = strip.num_rows.div_ceil(S::LANES);
-    let mut vector = 0;
-    while vector < num_vectors {
-        let left = num_vectors - vector;
-        // With 16 registers, sums of two vectors of rows are as many as fit.
-        if S::NUM_REGISTERS > 16 && left >= VECTORS {
-            score_tile::<S, K, VECTORS>(c, strip, vector, key);
-            vector += VECTORS;
-        } else if left >= 2 {
-            score_tile::<S, K, 2>(c, strip, vector, key);
-            vector += 2;
-        } else {
-            score_tile::<S, K, 1>(c, strip, vector, key);
-            vector += 1;
-        }
-    }
-}
-
-/// Scores of some vectors of rows with some keys.
-#[inline(always)]
-unsafe fn score_tile<S: Simd, const K: usize, const N: usize>(
+unsafe fn score_keys<S: Simd, const K: usize>(
     c: &ChunkTile<'_>,
     strip: Strip,
-    vector: usize,
+    row: usize,
     key: usize,
 ) {
     let w = c.work;
-    let queries = w.queries.add((strip.row + vector * S::LANES) * w.dim);
+    let queries = w.queries.add((strip.row + row) * w.dim);
     let keys = w.keys.add(key * w.dim);
-    let length = w.dim / S::LANES;
-    // Sums of 1, 2, 4 chains and so on, that wait for those of as many more; at the end, of all.
-    let mut waiting = [MaybeUninit::<f32>::uninit(); WAITING];
-    let waiting: *mut f32 = waiting.as_mut_ptr().cast();
-    for place in 0..S::LANES {
-        let lane = S::SUM_ORDER[place];
-        let (queries, keys) = (queries.add(lane * S::LANES), keys.add(lane));
-        // A chain is short, so the usual length is written out.
-        let mut sums = if length == 8 {
-            chain::<S, K, N>(queries, keys, w.dim, 8)
-        } else {
-            chain::<S, K, N>(queries, keys, w.dim, length)
-        };
-        let mut level = 0;
-        while (place >> level) & 1 == 1 {
-            for k in 0..K {
-                for n in 0..N {
-                    sums[k][n] = S::add(
-                        S::load(waiting.add(((level * K + k) * N + n) * S::LANES)),
-                        sums[k][n],
-                    );
-                }
-            }
-            level += 1;
+    let mut sums = [[S::splat(0.0); ROWS]; K];
+    let num_whole = w.dim / S::LANES * S::LANES;
+    for d in (0..num_whole).step_by(S::LANES) {
+        let mut k = [S::splat(0.0); K];
+        for j in 0..K {
+            k[j] = S::load(keys.add(j * w.dim + d));
         }
-        for k in 0..K {
-            for n in 0..N {
-                S::store(
-                    waiting.add(((level * K + k) * N + n) * S::LANES),
-                    sums[k][n],
-                );
+        for r in 0..ROWS {
+            let q = S::load(queries.add(r * w.dim + d));
+            for j in 0..K {
+                sums[j][r] = S::fma(q, k[j], sums[j][r]);
             }
         }
     }
-    let all = S::LANES.ilog2() as usize;
-    for k in 0..K {
-        let to = w.scores.add((key + k) * STRIP + vector * S::LANES);
-        for n in 0..N {
-            let mut sum = S::load(waiting.add(((all * K + k) * N + n) * S::LANES));
-            for d in length * S::LANES..w.dim {
-                let q = S::load(queries.add((n * w.dim + d) * S::LANES));
-                sum = S::add(sum, S::mul(q, S::splat(*keys.add(k * w.dim + d))));
+    for j in 0..K {
+        // In memory: numbers of one vector are not to be taken apart where nothing is done with each.
+        let to = w.scores.add((key + j) * STRIP + row);
+        to.cast::<[f32; ROWS]>().write_unaligned(S::sums(sums[j]));
+        for d in num_whole..w.dim {
+            let k = *keys.add(j * w.dim + d);
+            for r in 0..ROWS {
+                *to.add(r) += *queries.add(r * w.dim + d) * k;
             }
-            if c.is_scaled {
-                sum = S::mul(sum, S::splat(*w.key_scales.add(key + k)));
-            }
-            S::store(to.add(n * S::LANES), sum);
         }
-    }
-}
-
-/// Products over the dimensions that lie in one lane, added up from first to last.
-#[inline(always)]
-unsafe fn chain<S: Simd, const K: usize, const N: usize>(
-    queries: *const f32,
-    keys: *const f32,
-    dim: usize,
-    length: usize,
-) -> [[S::V; N]; K] {
-    let mut sums = [[S::splat(0.0); N]; K];
-    for i in 0..length {
-        let mut q = [S::splat(0.0); N];
-        for n in 0..N {
-            q[n] = S::load(queries.add((n * dim + i * S::LANES) * S::LANES));
-        }
-        for k in 0..K {
-            let x = S::splat(*keys.add(k * dim + i * S::LANES));
-            for n in 0..N {
-                sums[k][n] = S::fma(x, q[n], sums[k][n]);
+        if c.is_scaled {
+            for r in 0..ROWS {
+                *to.add(r) *= *w.key_scales.add(key + j);
             }
         }
     }
-    sums
 }
 
 /// Multiplies weights by the scales of the tile's V, whose numbers are then taken as they are.

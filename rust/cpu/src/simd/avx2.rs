@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{MAX_LANES, Simd};
+use super::Simd;
 
 /// Eight lanes.
 pub(crate) struct Avx2;
@@ -15,7 +15,6 @@ pub(crate) struct Avx2;
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const NUM_REGISTERS: usize = 16;
-    const SUM_ORDER: [usize; MAX_LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 0, 0, 0, 0, 0, 0];
     type V = __m256;
     type I = __m256i;
 

@@ -7,8 +7,8 @@
 
 use std::arch::x86_64::*;
 
+use super::Simd;
 use super::avx2::Avx2;
-use super::{MAX_LANES, Simd};
 
 /// Sixteen lanes.
 pub(crate) struct Avx512;
@@ -16,7 +16,6 @@ pub(crate) struct Avx512;
 impl Simd for Avx512 {
     const LANES: usize = 16;
     const NUM_REGISTERS: usize = 32;
-    const SUM_ORDER: [usize; MAX_LANES] = [0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15];
     type V = __m512;
     type I = __m512i;
 

@@ -27,8 +27,6 @@ pub(crate) trait Simd: Sized {
     const LANES: usize;
     /// Vectors that fit in registers.
     const NUM_REGISTERS: usize;
-    /// How [`Simd::sums`] adds the lanes up: in this order, each with its neighbour, then these with theirs, and so on.
-    const SUM_ORDER: [usize; MAX_LANES];
     /// A vector.
     type V: Copy;
 
@@ -62,7 +60,7 @@ pub(crate) trait Simd: Sized {
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
     /// The lower half of the lanes with the upper half, and so on with what that leaves.
     unsafe fn sum(x: Self::V) -> f32;
-    /// The sums of four vectors, each in [`Simd::SUM_ORDER`].
+    /// The sums of four vectors, each in one order.
     unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
     /// Asks for a cache line, for the second level.

@@ -1,7 +1,7 @@
 //! Plain Rust: right on every CPU, and what the others are held against. The compiler makes of it what it can.
 #![allow(unsafe_op_in_unsafe_fn, reason = "see the parent module")]
 
-use super::{Bf16, Element, MAX_LANES, Simd, f16_to_f32, f32_to_f16};
+use super::{Bf16, Element, Simd, f16_to_f32, f32_to_f16};
 
 /// Eight lanes.
 pub(crate) struct Portable;
@@ -17,7 +17,6 @@ fn each(f: impl FnMut(usize) -> f32) -> V {
 impl Simd for Portable {
     const LANES: usize = LANES;
     const NUM_REGISTERS: usize = 16;
-    const SUM_ORDER: [usize; MAX_LANES] = [0, 4, 2, 6, 1, 5, 3, 7, 0, 0, 0, 0, 0, 0, 0, 0];
     type V = V;
     type I = [i32; LANES]; // sums, or pairs of 16-bit numbers
 
