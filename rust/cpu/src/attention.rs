@@ -23,6 +23,8 @@ use crate::simd::{Bf16, F16, Simd};
 mod chunk;
 mod decode;
 
+pub(crate) use chunk::{ChunkTile, attend_chunk};
+
 /// Keys of a tile.
 pub(crate) const TILE: usize = 64;
 /// Query heads × queries that are attended together, at most, unless one query has more heads.
@@ -152,6 +154,7 @@ struct Layout {
     keys: usize,
     values: usize,
     scales: usize,
+    key_scales: usize,
     keeps: usize,
     size: usize,
 }
@@ -165,10 +168,12 @@ impl Layout {
         let sums = rows * dim;
         let whole = sums + rows * (dim + 2);
         let scores = whole + rows * (dim + 2);
+        // There are more rows than MAX_ROWS / 2, so a strip of a chunk has room for its scores too.
         let keys = scores + rows * TILE;
         let values = keys + dim * TILE;
         let scales = values + dim * TILE;
-        let keeps = scales + TILE;
+        let key_scales = scales + TILE;
+        let keeps = key_scales + TILE;
         Layout {
             rows,
             queries: 0,
@@ -178,6 +183,7 @@ impl Layout {
             keys,
             values,
             scales,
+            key_scales,
             keeps,
             size: keeps + rows,
         }
@@ -226,8 +232,6 @@ pub(crate) unsafe fn attend<S: Simd>(a: &Attend<'_>, scratch: &mut Scratch) {
 struct Work {
     kv_head: usize,
     num_rows: usize,
-    /// As many as whole vectors have.
-    row_stride: usize,
     group: usize,
     dim: usize,
     queries: *mut f32,
@@ -238,7 +242,10 @@ struct Work {
     scores: *mut f32,
     keys: *mut f32,
     values: *mut f32,
+    /// Of the tile's V.
     scales: *mut f32,
+    /// Of its K.
+    key_scales: *mut f32,
     keeps: *mut f32,
 }
 
@@ -323,7 +330,6 @@ impl Work {
         Work {
             kv_head: a.unit.kv_head + index,
             num_rows,
-            row_stride: num_rows.next_multiple_of(ROW_STEP),
             group,
             dim,
             queries: scratch.add(layout.queries + first * dim),
@@ -333,6 +339,7 @@ impl Work {
             keys: scratch.add(layout.keys),
             values: scratch.add(layout.values),
             scales: scratch.add(layout.scales),
+            key_scales: scratch.add(layout.key_scales),
             keeps: scratch.add(layout.keeps + first),
         }
     }
@@ -382,13 +389,7 @@ unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
     let mut tile = Tile::at(a, a.table, keys.clone());
     while tile.len() > 0 {
         let next = Tile::at(a, a.table, tile.to..keys.end);
-        let (unit, asked) = match a.next {
-            Some((unit, table)) if next.len() == 0 => {
-                (unit, Tile::at(a, table, unit.keys(a.options)))
-            }
-            _ => (a.unit, next),
-        };
-        let mut ahead = Ahead::new(a, &unit, &asked);
+        let mut ahead = Ahead::new(a, &tile, &keys);
         for index in 0..a.unit.num_kv_heads {
             let w = Work::of(a, scratch, index);
             if a.unit.num_queries == 1 {
@@ -434,17 +435,7 @@ impl Tile {
             to,
             offsets: [0; TILE],
         };
-        let token_bytes = a.heads.num_kv_heads * a.format.head_bytes(a.heads.head_dim);
-        let mut key = from;
-        while key < to {
-            let offset = key % a.block_size;
-            let count = (a.block_size - offset).min(to - key);
-            let slot = table[key / a.block_size] as usize * a.block_size + offset;
-            for i in 0..count {
-                tile.offsets[key - from + i] = (slot + i) * token_bytes;
-            }
-            key += count;
-        }
+        write_offsets(a, table, from..to, &mut tile.offsets);
         tile
     }
 
@@ -458,49 +449,110 @@ impl Tile {
     }
 }
 
-/// What is asked of memory while a tile is computed: the next tile's K and V, or those of the next unit's first tile, whole
-/// tokens in order, a little at a time and evenly, for memory is the bottleneck and must never wait for the next question.
-struct Ahead<'t> {
-    tile: &'t Tile,
+/// Writes where each key's token lies, in bytes from the layer's first; returns how many keys there are.
+#[inline(always)]
+fn write_offsets(a: &Attend<'_>, table: &[i32], keys: Range<usize>, to: &mut [usize]) -> usize {
+    let token_bytes = a.heads.num_kv_heads * a.format.head_bytes(a.heads.head_dim);
+    let mut key = keys.start;
+    while key < keys.end {
+        let offset = key % a.block_size;
+        let count = (a.block_size - offset).min(keys.end - key);
+        let slot = table[key / a.block_size] as usize * a.block_size + offset;
+        for i in 0..count {
+            to[key - keys.start + i] = (slot + i) * token_bytes;
+        }
+        key += count;
+    }
+    keys.len()
+}
+
+/// What is asked of memory while a tile is computed: as many keys, with their V, [`TILE`] keys on, of the unit or of the next
+/// one. Whole tokens in order, evenly, and from several places side by side: memory answers several streams faster than one,
+/// and what is asked for faster than it answers is lost.
+struct Ahead {
+    /// Where each key's token lies, in bytes from the layer's first.
+    offsets: [usize; TILE],
     keys: *const u8,
     values: *const u8,
     /// Lines of a token, in K or in V.
     num_lines: usize,
+    /// Keys of the first half, and, with the last one again where it is short, of the second.
+    half: usize,
+    last: usize,
+    /// Of the first half, and the line of it, that is asked for next.
     key: usize,
     line: usize,
+    /// Times that all steps are spread over.
+    num_times: usize,
+    /// Steps that are due, in shares of so many times.
+    due: usize,
 }
 
-impl Ahead<'_> {
-    /// A tile of a unit.
+impl Ahead {
+    /// For a tile of these keys of a unit.
     #[inline(always)]
-    fn new<'t>(a: &Attend<'_>, unit: &Unit, tile: &'t Tile) -> Ahead<'t> {
+    fn new(a: &Attend<'_>, tile: &Tile, keys: &Range<usize>) -> Ahead {
         let head_bytes = a.format.head_bytes(a.heads.head_dim);
-        let first = unit.kv_head * head_bytes;
-        Ahead {
-            tile,
-            keys: a.keys.wrapping_add(first),
-            values: a.values.wrapping_add(first),
-            num_lines: (unit.num_kv_heads * head_bytes).div_ceil(64),
+        let mut ahead = Ahead {
+            offsets: [0; TILE],
+            keys: a.keys,
+            values: a.values,
+            num_lines: (a.unit.num_kv_heads * head_bytes).div_ceil(64),
+            half: 0,
+            last: 0,
             key: 0,
             line: 0,
+            num_times: 1,
+            due: 0,
+        };
+        let (from, to) = (tile.from + TILE, tile.to + TILE);
+        let ours = from.min(keys.end)..to.min(keys.end);
+        let mut num_keys = write_offsets(a, a.table, ours, &mut ahead.offsets);
+        let mut first = [a.unit.kv_head; 2];
+        let num_ours = num_keys;
+        if let Some((unit, table)) = a.next
+            && to > keys.end
+        {
+            let theirs = unit.keys(a.options);
+            // A unit asks for these from its last TILE keys on: what the tiles before have asked for is left out.
+            let skip = if tile.from == keys.start {
+                0
+            } else {
+                from.saturating_sub(keys.end)
+            };
+            let to = theirs.end.min(theirs.start + to - keys.end);
+            let theirs = (theirs.start + skip).min(to)..to;
+            num_keys += write_offsets(a, table, theirs, &mut ahead.offsets[num_ours..]);
+            first[1] = unit.kv_head;
         }
+        for i in 0..num_keys {
+            ahead.offsets[i] += first[usize::from(i >= num_ours)] * head_bytes;
+        }
+        ahead.half = num_keys.div_ceil(2);
+        ahead.last = num_keys.saturating_sub(1);
+        ahead
     }
 
-    /// Lines to ask for at each of so many times.
-    fn lines_at_each(&self, num_times: usize) -> usize {
-        (self.tile.len() * self.num_lines).div_ceil(num_times.max(1))
+    /// How many times it will be asked, all in all.
+    fn spread_over(&mut self, num_times: usize) {
+        self.num_times = num_times.max(1);
     }
 
-    /// Asks for some lines of K, and as many of V.
+    /// Asks for what is due at so many times: in each step a line of K, and of V, in either half.
     #[inline(always)]
-    unsafe fn ask<S: Simd>(&mut self, num_lines: usize) {
-        for _ in 0..num_lines {
-            if self.key >= self.tile.len() {
+    unsafe fn ask<S: Simd>(&mut self, num_times: usize) {
+        self.due += num_times * self.half * self.num_lines;
+        while self.due >= self.num_times {
+            self.due -= self.num_times;
+            if self.key >= self.half {
                 return;
             }
-            let at = self.tile.offsets[self.key] + self.line * 64;
-            S::prefetch(self.keys.wrapping_add(at));
-            S::prefetch(self.values.wrapping_add(at));
+            let line = self.line * 64;
+            for key in [self.key, (self.key + self.half).min(self.last)] {
+                let at = self.offsets[key] + line;
+                S::prefetch_near(self.keys.wrapping_add(at));
+                S::prefetch_near(self.values.wrapping_add(at));
+            }
             self.line += 1;
             if self.line == self.num_lines {
                 (self.key, self.line) = (self.key + 1, 0);

@@ -1,14 +1,14 @@
 //! The kernels of each instruction set, as a table of functions.
 
 use crate::Isa;
-use crate::attention::{self, Attend, Scratch};
+use crate::attention::{self, Attend, ChunkTile, Scratch};
 use crate::gemm::{self, Panel};
 use crate::kv::KvFormat;
 use crate::limits;
 use crate::matrix::Format;
 use crate::rowwise;
 use crate::simd::{self, Simd};
-use crate::tile::{self, Product};
+use crate::tile;
 
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
 /// it.
@@ -19,10 +19,10 @@ pub(crate) struct Kernels {
     tile_rows: [usize; 2],
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
-    /// Multiplies some rows with some columns.
-    pub(crate) block: unsafe fn(&Product, usize, usize),
     /// Attends with one unit of work.
     pub(crate) attend: unsafe fn(&Attend<'_>, &mut Scratch),
+    /// Attends with one tile of keys of a unit of several queries.
+    pub(crate) attend_chunk: unsafe fn(&mut ChunkTile<'_>),
     /// Stores heads of a token, each of so many numbers, in the cache.
     pub(crate) store: unsafe fn(&[f32], usize, KvFormat, *mut u8),
     pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
@@ -52,8 +52,8 @@ macro_rules! kernels {
                 lanes: S::LANES,
                 tile_rows: [tile::max_rows::<S, $vectors>(), tile::max_rows::<S, $pairs>()],
                 panel,
-                block,
                 attend,
+                attend_chunk,
                 store,
                 rms_norm,
                 add,
@@ -75,14 +75,14 @@ macro_rules! kernels {
                 unsafe { gemm::panel::<S, $vectors, $pairs>(panel) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn block(product: &Product, num_rows: usize, num_columns: usize) {
-                // SAFETY: as above.
-                unsafe { tile::block::<S>(product, num_rows, num_columns) }
-            }
-            $(#[target_feature(enable = $features)])?
             unsafe fn attend(attend: &Attend<'_>, scratch: &mut Scratch) {
                 // SAFETY: as above.
                 unsafe { attention::attend::<S>(attend, scratch) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn attend_chunk(tile: &mut ChunkTile<'_>) {
+                // SAFETY: as above.
+                unsafe { attention::attend_chunk::<S>(tile) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn store(x: &[f32], head_dim: usize, format: KvFormat, to: *mut u8) {

@@ -198,47 +198,56 @@ pub(crate) struct Product {
     pub(crate) out_stride: usize,
 }
 
-/// Any numbers of rows and columns.
-#[inline(always)]
-pub(crate) unsafe fn block<S: Simd>(t: &Product, num_rows: usize, num_columns: usize) {
-    let mut column = 0;
-    while column + 2 * S::LANES <= num_columns {
-        rows::<S, 2>(t, num_rows, column);
-        column += 2 * S::LANES;
-    }
-    if column + S::LANES <= num_columns {
-        rows::<S, 1>(t, num_rows, column);
-        column += S::LANES;
-    }
-    for row in 0..num_rows {
-        for column in column..num_columns {
-            let out = t.out.add(row * t.out_stride + column);
-            for p in 0..t.num_in {
-                *out += *t.x.add(p * t.x_stride + row) * *t.w.add(p * t.w_stride + column);
-            }
+impl Product {
+    unsafe fn at_column(&self, column: usize) -> Product {
+        Product {
+            w: self.w.add(column),
+            out: self.out.add(column),
+            ..*self
         }
     }
 }
 
-/// All rows of `N` vectors of columns.
+/// Any numbers of rows and columns.
 #[inline(always)]
-unsafe fn rows<S: Simd, const N: usize>(t: &Product, num_rows: usize, column: usize) {
+pub(crate) unsafe fn block<S: Simd>(t: &Product, num_rows: usize, num_columns: usize) {
     let tiles = Tiles::new(num_rows, MAX_ROWS);
     for index in 0..tiles.len() {
         let row = tiles.first(index);
         let part = Product {
             x: t.x.add(row),
-            w: t.w.add(column),
-            out: t.out.add(row * t.out_stride + column),
+            out: t.out.add(row * t.out_stride),
             ..*t
         };
         match tiles.first(index + 1) - row {
-            1 => tile::<S, 1, N>(&part),
-            2 => tile::<S, 2, N>(&part),
-            3 => tile::<S, 3, N>(&part),
-            4 => tile::<S, 4, N>(&part),
-            5 => tile::<S, 5, N>(&part),
-            _ => tile::<S, MAX_ROWS, N>(&part),
+            1 => columns::<S, 1>(&part, num_columns),
+            2 => columns::<S, 2>(&part, num_columns),
+            3 => columns::<S, 3>(&part, num_columns),
+            4 => columns::<S, 4>(&part, num_columns),
+            5 => columns::<S, 5>(&part, num_columns),
+            _ => columns::<S, MAX_ROWS>(&part, num_columns),
+        }
+    }
+}
+
+/// All columns of `R` rows.
+#[inline(always)]
+unsafe fn columns<S: Simd, const R: usize>(t: &Product, num_columns: usize) {
+    let mut column = 0;
+    while column + 2 * S::LANES <= num_columns {
+        tile::<S, R, 2>(&t.at_column(column));
+        column += 2 * S::LANES;
+    }
+    if column + S::LANES <= num_columns {
+        tile::<S, R, 1>(&t.at_column(column));
+        column += S::LANES;
+    }
+    for row in 0..R {
+        for column in column..num_columns {
+            let out = t.out.add(row * t.out_stride + column);
+            for p in 0..t.num_in {
+                *out += *t.x.add(p * t.x_stride + row) * *t.w.add(p * t.w_stride + column);
+            }
         }
     }
 }

@@ -14,11 +14,13 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     a: &Attend<'_>,
     w: &Work,
     tile: &Tile,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Ahead,
 ) {
     let (place, n) = (tile.place::<S>(), tile.len());
     // Once for each key's score, and once for its V.
-    let num_lines = ahead.lines_at_each(2 * n * a.unit.num_kv_heads);
+    if w.kv_head == a.unit.kv_head {
+        ahead.spread_over(2 * n * a.unit.num_kv_heads);
+    }
     let keys: *const E = w.first(a.keys, a.format);
     let values: *const E = w.first(a.values, a.format);
     for i in (0..n).step_by(KEYS) {
@@ -26,7 +28,7 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
         for j in 0..KEYS {
             k[j] = keys.byte_add(tile.offsets[(i + j).min(n - 1)]);
         }
-        ahead.ask::<S>(num_lines * KEYS);
+        ahead.ask::<S>(KEYS.min(n - i));
         let mut r = 0;
         while r < w.num_rows {
             let count = scored_at_once(w.num_rows - r);
@@ -46,11 +48,11 @@ pub(super) unsafe fn tile<S: Simd, E: Stored>(
     }
     let mut r = 0;
     while r < w.num_rows {
-        let num_lines = if r == 0 { num_lines } else { 0 };
+        let num_times = usize::from(r == 0);
         match w.num_rows - r {
-            1 => weigh::<S, E, 1>(w, r, values, tile, ahead, num_lines),
-            2 => weigh::<S, E, 2>(w, r, values, tile, ahead, num_lines),
-            _ => weigh::<S, E, 3>(w, r, values, tile, ahead, num_lines),
+            1 => weigh::<S, E, 1>(w, r, values, tile, ahead, num_times),
+            2 => weigh::<S, E, 2>(w, r, values, tile, ahead, num_times),
+            _ => weigh::<S, E, 3>(w, r, values, tile, ahead, num_times),
         }
         r += 3;
     }
@@ -160,28 +162,28 @@ unsafe fn weigh<S: Simd, E: Stored, const R: usize>(
     row: usize,
     values: *const E,
     tile: &Tile,
-    ahead: &mut Ahead<'_>,
-    num_lines: usize,
+    ahead: &mut Ahead,
+    num_times: usize,
 ) {
     // The first columns ask for all of them.
-    let lines_at = |d: usize| if d == 0 { num_lines } else { 0 };
+    let times_at = |d: usize| if d == 0 { num_times } else { 0 };
     let mut d = 0;
     // With 16 registers, sums of more columns would leave none to expand V in.
     let num_vectors = if S::NUM_REGISTERS > 16 { 4 } else { 3 };
     while d + num_vectors * S::LANES <= w.dim {
         if S::NUM_REGISTERS > 16 {
-            weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, lines_at(d));
+            weigh_columns::<S, E, R, 4>(w, row, d, values, tile, ahead, times_at(d));
         } else {
-            weigh_columns::<S, E, R, 3>(w, row, d, values, tile, ahead, lines_at(d));
+            weigh_columns::<S, E, R, 3>(w, row, d, values, tile, ahead, times_at(d));
         }
         d += num_vectors * S::LANES;
     }
     while d + 2 * S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 2>(w, row, d, values, tile, ahead, lines_at(d));
+        weigh_columns::<S, E, R, 2>(w, row, d, values, tile, ahead, times_at(d));
         d += 2 * S::LANES;
     }
     while d + S::LANES <= w.dim {
-        weigh_columns::<S, E, R, 1>(w, row, d, values, tile, ahead, lines_at(d));
+        weigh_columns::<S, E, R, 1>(w, row, d, values, tile, ahead, times_at(d));
         d += S::LANES;
     }
     for r in row..row + R {
@@ -203,8 +205,8 @@ unsafe fn weigh_columns<S: Simd, E: Stored, const R: usize, const N: usize>(
     column: usize,
     values: *const E,
     tile: &Tile,
-    ahead: &mut Ahead<'_>,
-    num_lines: usize,
+    ahead: &mut Ahead,
+    num_times: usize,
 ) {
     let to = w.sums.of(row, w.dim).add(column);
     let weights = w.scores.add(row * TILE + tile.place::<S>());
@@ -215,7 +217,7 @@ unsafe fn weigh_columns<S: Simd, E: Stored, const R: usize, const N: usize>(
         }
     }
     for i in 0..tile.len() {
-        ahead.ask::<S>(num_lines);
+        ahead.ask::<S>(num_times);
         let value = values.byte_add(tile.offsets[i]).add(column);
         let mut share = [S::splat(0.0); R];
         for r in 0..R {

@@ -126,6 +126,10 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     unsafe fn prefetch(at: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(at.cast());
     }
+    #[inline(always)]
+    unsafe fn prefetch_near(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
 
     #[inline(always)]
     unsafe fn zero_i32() -> __m256i {

@@ -111,6 +111,10 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     unsafe fn prefetch(at: *const u8) {
         _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
+    #[inline(always)]
+    unsafe fn prefetch_near(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
 
     #[inline(always)]
     unsafe fn zero_i32() -> __m512i {

@@ -77,6 +77,8 @@ pub(crate) trait Simd: Sized {
     unsafe fn largest(x: Self::V) -> f32;
     /// Asks for a cache line: for the second level, or the first where that comes sooner.
     unsafe fn prefetch(at: *const u8);
+    /// As `prefetch`, for the first level.
+    unsafe fn prefetch_near(at: *const u8);
 
     /// `LANES` 32-bit sums.
     type I: Copy;

@@ -101,6 +101,8 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
+    #[inline(always)]
+    unsafe fn prefetch_near(_at: *const u8) {}
 
     #[inline(always)]
     unsafe fn zero_i32() -> Self::I {
