@@ -26,7 +26,7 @@ const NUM_SUMS: usize = 12;
 /// Parts of a thread's memory that it reads side by side: so more lines are on the way than by one.
 const STREAMS: usize = 4;
 /// Numbers ahead of a read for which memory is asked.
-const AHEAD: usize = 256;
+const AHEAD: usize = 64;
 
 /// Bytes a second that threads read from memory, each its own part, in order.
 ///
