@@ -14,7 +14,7 @@ use crate::kernels::Kernels;
 use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
-use crate::simd::{Bf16, INPUTS, Simd, Weight};
+use crate::simd::{Bf16, Simd, Weight};
 use crate::tile::{self, Prefetch, Tiles, store_tile};
 
 /// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
@@ -151,7 +151,7 @@ unsafe fn stored<S: Simd, E: Weight, const N: usize>(p: &Panel) {
         row!(p, width, row_of_stored(S, E, N));
         return;
     }
-    let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(INPUTS);
+    let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(tile::CHUNK);
     let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);

@@ -11,6 +11,8 @@ use std::ops::Range;
 
 use crate::simd::{self, INPUTS, Simd, Weight};
 
+/// Inputs between two looks at what is to be prefetched.
+pub(crate) const CHUNK: usize = 16;
 /// Places from which what is needed next is asked for side by side: memory answers several streams faster than one.
 const STREAMS: usize = 4;
 /// The most rows of a tile of attention: with two registers a row, 12 of AVX2's 16 hold sums.
@@ -154,9 +156,14 @@ pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize
 ) {
     let width = N * S::LANES;
     let num_whole = num_in / INPUTS * INPUTS;
-    for done in (0..num_whole).step_by(INPUTS) {
+    let mut done = 0;
+    while done < num_whole {
         prefetch.step::<S>();
-        E::add_products::<S, R, N>(x.add(done * R), w.add(done * width), sums);
+        let end = num_whole.min(done + CHUNK);
+        while done < end {
+            E::add_products::<S, R, N>(x.add(done * R), w.add(done * width), sums);
+            done += INPUTS;
+        }
     }
     let rest = num_in - num_whole;
     simd::add_products::<S, E, R, N>(x.add(num_whole * R), w.add(num_whole * width), rest, sums);

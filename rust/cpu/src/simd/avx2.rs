@@ -226,9 +226,9 @@ macro_rules! four_by_three {
             w: *const $weight,
             sums: &mut [[__m256; N]; R],
         ) {
-            const { assert!(INPUTS == 8) };
+            const { assert!(INPUTS == 4) };
             std::arch::asm!(
-                ".irp p, 0, 2, 4, 6",
+                ".irp p, 0, 2",
                 $($even,)*
                 four_rows!("16*\\p"),
                 $($odd,)*

@@ -149,7 +149,7 @@ pub(crate) trait Simd: Sized {
 }
 
 /// Inputs of a tile that are multiplied in one go: else counting takes the place of multiplying.
-pub(crate) const INPUTS: usize = 8;
+pub(crate) const INPUTS: usize = 4;
 
 /// `sums[r][n] + x[p][r] * w[p][n]` over some inputs, as the compiler makes it.
 #[inline(always)]
