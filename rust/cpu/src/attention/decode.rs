@@ -2,7 +2,7 @@
 
 use super::{Ahead, Attend, TILE, Tile, Work, scored_at_once};
 use crate::kv::Stored;
-use crate::simd::Simd;
+use crate::simd::{Simd, no_load_moves_up};
 
 /// Keys whose scores are computed side by side.
 const KEYS: usize = 4;
@@ -82,6 +82,7 @@ unsafe fn scores<S: Simd, E: Stored, const R: usize>(
                     sums[r][j] = S::fma(q[r], key, sums[r][j]);
                 }
             }
+            no_load_moves_up();
         }
     }
     for r in 0..R {

@@ -12,6 +12,8 @@
     reason = "each is one instruction or a few, and the contract is the module's"
 )]
 
+use std::sync::atomic::{Ordering, compiler_fence};
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -148,6 +150,12 @@ pub(crate) trait Simd: Sized {
     }
 }
 
+/// Keeps loads after it from coming before, where they would take registers that sums need. It is no instruction.
+#[inline(always)]
+pub(crate) fn no_load_moves_up() {
+    compiler_fence(Ordering::SeqCst);
+}
+
 /// Inputs of a tile that are multiplied in one go: else counting takes the place of multiplying.
 pub(crate) const INPUTS: usize = 4;
 
@@ -168,6 +176,7 @@ pub(crate) unsafe fn add_products<S: Simd, E: Weight, const R: usize, const N: u
                     sums[r][n] = S::fma(x, columns[n], sums[r][n]);
                 }
             }
+            no_load_moves_up();
         }
     }
 }
