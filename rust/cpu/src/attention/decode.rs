@@ -71,18 +71,23 @@ unsafe fn scores<S: Simd, E: Stored, const R: usize>(
     let num_whole = w.dim / S::LANES * S::LANES;
     // Two keys at a time, as sums of four would leave no register for a key.
     for pair in (0..KEYS).step_by(2) {
+        let mut two = [[S::splat(0.0); 2]; R];
         for d in (0..num_whole).step_by(S::LANES) {
             let mut q = [S::splat(0.0); R];
             for r in 0..R {
                 q[r] = S::load(queries.add(r * w.dim + d));
             }
-            for j in pair..pair + 2 {
-                let key = E::load::<S>(k[j].add(d));
+            for j in 0..2 {
+                let key = E::load::<S>(k[pair + j].add(d));
                 for r in 0..R {
-                    sums[r][j] = S::fma(q[r], key, sums[r][j]);
+                    two[r][j] = S::fma(q[r], key, two[r][j]);
                 }
             }
             no_load_moves_up();
+        }
+        for r in 0..R {
+            sums[r][pair] = two[r][0];
+            sums[r][pair + 1] = two[r][1];
         }
     }
     for r in 0..R {
