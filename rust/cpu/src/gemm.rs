@@ -563,11 +563,10 @@ pub(crate) unsafe fn multiply(
     kernels: &Kernels,
     (x, num_words): (*const f32, usize),
     num_rows: usize,
-    matrix: &Matrix,
+    (matrix, after): (&Matrix, Option<&Matrix>),
     out: Rows,
     (units, worker): (&Units, usize),
     scratch: *mut f32,
-    after: Option<&Matrix>,
 ) {
     let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
     let num_panels = matrix.num_panels();

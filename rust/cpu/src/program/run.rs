@@ -154,11 +154,10 @@ impl Running<'_> {
                             self.kernels,
                             (self.at(x).at(0), self.width(x)),
                             num_rows,
-                            &self.matrices[matrix.0],
+                            (&self.matrices[matrix.0], self.product_after(index)),
                             self.at(out),
                             (units, scratch.worker),
                             scratch.panel.as_mut_ptr(),
-                            self.product_after(index),
                         );
                     }
                 }
