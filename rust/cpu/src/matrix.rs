@@ -13,7 +13,7 @@ use crate::simd::{Bf16, Weight};
 pub enum Format {
     /// 4 bytes a weight.
     F32,
-    /// 2 bytes a weight: a bfloat16, expanded in registers.
+    /// 2 bytes a weight: a bfloat16, expanded in registers. Inputs lie in pairs.
     Bf16,
     /// 1 byte a weight, and a scale for each output; activations are rounded to whole numbers too, with a scale for each
     /// row.
