@@ -311,6 +311,34 @@ proptest! {
 }
 
 #[test]
+fn a_score_that_is_no_number_shows_in_the_queries_that_see_it() {
+    let heads = Heads {
+        num_heads: 3,
+        num_kv_heads: 1,
+        head_dim: 18,
+    };
+    for count in [1, 7] {
+        let mut batch = Batch::new(heads, 4, vec![(0, count)], 3);
+        let last = (count - 1) * 5 * 18;
+        batch.qkv[last + 3 * 18] = f32::NAN; // of its key
+        for isa in isas() {
+            for options in [
+                PLAIN,
+                AttentionOptions {
+                    softcap: Some(3.0),
+                    ..PLAIN
+                },
+            ] {
+                let found = batch.run(isa, KvFormat::F32, options, 1);
+                let (before, at) = found.split_at((count - 1) * 3 * 18);
+                assert!(before.iter().all(|x| x.is_finite()), "{}", isa.name());
+                assert!(at.iter().all(|x| x.is_nan()), "{}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
 fn long_rows_that_are_cut_in_ranges_are_the_dense_references() {
     let heads = Heads {
         num_heads: 6,

@@ -112,6 +112,20 @@ fn ops_on_rows_are_their_formulas() {
 }
 
 #[test]
+fn what_is_no_number_stays_none() {
+    let x = vec![f32::NAN; ROWS * 2 * WIDTH];
+    for isa in isas() {
+        for found in [
+            shown(isa, &x, 2 * WIDTH, |b, v| b.softcap(v, 2.0), 2 * WIDTH),
+            shown(isa, &x, 2 * WIDTH, Builder::silu_mul, WIDTH),
+            shown(isa, &x, 2 * WIDTH, Builder::gelu_mul, WIDTH),
+        ] {
+            assert!(found.iter().all(|x| x.is_nan()), "{}", isa.name());
+        }
+    }
+}
+
+#[test]
 fn gates_are_their_formulas_also_far_from_zero() {
     let mut numbers = Numbers::new(6);
     let half = 19;

@@ -33,6 +33,8 @@ const MAX_ROWS: usize = 192;
 const ROW_STEP: usize = 16;
 /// Keys of a range, which is summed by itself: a row that decodes with more is shared among workers.
 pub(crate) const RANGE: usize = 512;
+/// The largest score of no keys: finite, so that its distance to itself is a number.
+const NOTHING_SEEN: f32 = f32::MIN;
 
 /// How attention looks at keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -280,7 +282,7 @@ impl Sums {
             *self.weighted.add(i) = 0.0;
         }
         for r in 0..num_rows {
-            *self.maxima.add(r) = f32::NEG_INFINITY;
+            *self.maxima.add(r) = NOTHING_SEEN;
             *self.totals.add(r) = 0.0;
         }
     }
@@ -304,7 +306,7 @@ impl Sums {
         dim: usize,
         (weighted, maximum, total): (*const f32, f32, f32),
     ) {
-        if maximum == f32::NEG_INFINITY {
+        if maximum == NOTHING_SEEN {
             return; // outside of the window
         }
         let old = *self.maxima.add(row);

@@ -48,7 +48,9 @@ pub(crate) trait Simd: Sized {
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// The larger; `b` where either is NaN, as x86 has it.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// The smaller, as `max`.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
@@ -119,11 +121,11 @@ pub(crate) trait Simd: Sized {
     /// `LANES` nearest whole numbers, ties to even; those beyond 8 bits are anything.
     unsafe fn store_i8(to: *mut i8, x: Self::V);
 
-    /// `e` to the power of `x`, within 2 units in the last place; inputs are held within ±87.
+    /// `e` to the power of `x`, within 2 units in the last place; inputs are held within ±87. A NaN stays one.
     #[inline(always)]
     unsafe fn exp(x: Self::V) -> Self::V {
         // e^x = 2^n · e^r with |r| ≤ ln(2) / 2. Coefficients: Cephes' expf.
-        let x = Self::max(Self::min(x, Self::splat(87.0)), Self::splat(-87.0));
+        let x = Self::max(Self::splat(-87.0), Self::min(Self::splat(87.0), x));
         let (n, power) = Self::round_exp2(Self::mul(x, Self::splat(std::f32::consts::LOG2_E)));
         let r = Self::fma(n, Self::splat(-0.693_359_4), x);
         let r = Self::fma(n, Self::splat(2.121_944_4e-4), r);
