@@ -161,7 +161,7 @@ pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize
         prefetch.step::<S>();
         let end = num_whole.min(done + CHUNK);
         while done < end {
-            E::add_products::<S, R, N>(x.add(done * R), w.add(done * width), sums);
+            S::add_products::<E, R, N>(x.add(done * R), w.add(done * width), sums);
             done += INPUTS;
         }
     }

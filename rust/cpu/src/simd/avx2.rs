@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Bf16, INPUTS, Simd, UPPER_HALF};
+use super::{Bf16, INPUTS, Simd, UPPER_HALF, Weight};
 
 /// Eight lanes. With `VNNI`, one instruction multiplies pairs of whole numbers and adds them up, to the same bits.
 pub(crate) struct Avx2<const VNNI: bool>;
@@ -72,27 +72,16 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         _mm256_fmadd_ps(a, b, c)
     }
     #[inline(always)]
-    unsafe fn add_f32<const R: usize, const N: usize>(
+    unsafe fn add_products<W: Weight, const R: usize, const N: usize>(
         x: *const f32,
-        w: *const f32,
+        w: *const W,
         sums: &mut [[__m256; N]; R],
     ) {
-        if R == 4 && N == 3 {
-            four_by_three_f32(x, w, sums);
-        } else {
-            super::add_products::<Self, f32, R, N>(x, w, INPUTS, sums);
-        }
-    }
-    #[inline(always)]
-    unsafe fn add_bf16<const R: usize, const N: usize>(
-        x: *const f32,
-        w: *const Bf16,
-        sums: &mut [[__m256; N]; R],
-    ) {
-        if R == 4 && N == 3 {
-            four_by_three_bf16(x, w, sums);
-        } else {
-            super::add_products::<Self, Bf16, R, N>(x, w, INPUTS, sums);
+        // float32 lie alone, bfloat16 in pairs.
+        match (R, N, W::TOGETHER) {
+            (4, 3, 1) => four_by_three_f32(x, w.cast(), sums),
+            (4, 3, 2) => four_by_three_bf16(x, w.cast(), sums),
+            _ => super::add_products::<Self, W, R, N>(x, w, INPUTS, sums),
         }
     }
     #[inline(always)]

@@ -54,23 +54,14 @@ pub(crate) trait Simd: Sized {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `sums[r][n] + x[p][r] * w[p][n]` over [`INPUTS`] of float32.
+    /// `sums[r][n] + x[p][r] * w[p][n]` over [`INPUTS`].
     #[inline(always)]
-    unsafe fn add_f32<const R: usize, const N: usize>(
+    unsafe fn add_products<W: Weight, const R: usize, const N: usize>(
         x: *const f32,
-        w: *const f32,
+        w: *const W,
         sums: &mut [[Self::V; N]; R],
     ) {
-        add_products::<Self, f32, R, N>(x, w, INPUTS, sums);
-    }
-    /// The same of bfloat16.
-    #[inline(always)]
-    unsafe fn add_bf16<const R: usize, const N: usize>(
-        x: *const f32,
-        w: *const Bf16,
-        sums: &mut [[Self::V; N]; R],
-    ) {
-        add_products::<Self, Bf16, R, N>(x, w, INPUTS, sums);
+        add_products::<Self, W, R, N>(x, w, INPUTS, sums);
     }
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
@@ -211,12 +202,6 @@ pub(crate) trait Weight: Element {
     const TOGETHER: usize;
     /// The weights of one of the inputs that lie together at `from`.
     unsafe fn columns<S: Simd, const N: usize>(from: *const Self, place: usize) -> [S::V; N];
-    /// `sums[r][n] + x[p][r] * w[p][n]` over [`INPUTS`].
-    unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
-        x: *const f32,
-        w: *const Self,
-        sums: &mut [[S::V; N]; R],
-    );
 }
 
 impl Weight for f32 {
@@ -228,14 +213,6 @@ impl Weight for f32 {
             columns[n] = S::load(from.add(n * S::LANES));
         }
         columns
-    }
-    #[inline(always)]
-    unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
-        x: *const f32,
-        w: *const f32,
-        sums: &mut [[S::V; N]; R],
-    ) {
-        S::add_f32::<R, N>(x, w, sums);
     }
 }
 
@@ -254,14 +231,6 @@ impl Weight for Bf16 {
             };
         }
         columns
-    }
-    #[inline(always)]
-    unsafe fn add_products<S: Simd, const R: usize, const N: usize>(
-        x: *const f32,
-        w: *const Bf16,
-        sums: &mut [[S::V; N]; R],
-    ) {
-        S::add_bf16::<R, N>(x, w, sums);
     }
 }
 
