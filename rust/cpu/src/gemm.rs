@@ -76,20 +76,27 @@ impl Panel {
     fn prefetch(&self, num_steps: usize) -> Prefetch {
         Prefetch::new(self.next, self.next_bytes, num_steps)
     }
+
+    /// For one row, where panels side by side take so many steps together.
+    fn prefetch_of_row(&self, num_steps: usize) -> Prefetch {
+        let num_parts = self.num_panels / 4 + (self.num_panels % 4).count_ones() as usize;
+        self.prefetch(num_parts * num_steps)
+    }
 }
 
-/// One row times panels. Several are read side by side, as many streams as memory answers: it needs no asking then.
+/// One row times panels. Several are read side by side, as many streams as memory answers; `$more` is what else each is
+/// given.
 macro_rules! row {
-    ($p:ident, $width:expr, $row:ident($($generic:ident),*)) => {{
+    ($p:ident, $width:expr, $row:ident($($generic:ident),*)($($more:expr),*)) => {{
         let mut first = 0;
         while first < $p.num_panels {
             let rest = $p.num_panels - first;
             let count = if rest >= 4 { 4 } else if rest >= 2 { 2 } else { 1 };
             let part = $p.part(first, count, $width);
             match count {
-                4 => $row::<$($generic,)* 4>(&part),
-                2 => $row::<$($generic,)* 2>(&part),
-                _ => $row::<$($generic,)* 1>(&part),
+                4 => $row::<$($generic,)* 4>(&part, $($more),*),
+                2 => $row::<$($generic,)* 2>(&part, $($more),*),
+                _ => $row::<$($generic,)* 1>(&part, $($more),*),
             }
             first += count;
         }
@@ -148,7 +155,8 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
 unsafe fn stored<S: Simd, E: Weight, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     if p.num_rows() == 1 {
-        row!(p, width, row_of_stored(S, E, N));
+        // So many bytes go through the registers that what is read next is on the way by itself.
+        row!(p, width, row_of_stored(S, E, N)());
         return;
     }
     let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(tile::CHUNK);
@@ -314,7 +322,8 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     let num_blocks = p.num_in / BLOCK;
     if p.num_rows() == 1 {
-        row!(p, width, row_of_blocks(S, K, N));
+        let mut prefetch = p.prefetch_of_row(num_blocks);
+        row!(p, width, row_of_blocks(S, K, N)(&mut prefetch));
         return;
     }
     let num_passes = 1 + p.last_tile - p.first_tile;
@@ -328,13 +337,17 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Panel) {
+unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(
+    p: &Panel,
+    prefetch: &mut Prefetch,
+) {
     let width = N * S::LANES;
     let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
     // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
     let num_groups = black_box(BLOCK_PAIRS / GROUP);
     let mut totals = [[S::splat(0.0); N]; J];
     for block in 0..p.num_in / BLOCK {
+        prefetch.step::<S>();
         let inputs = S::splat(*x.sums.add(block));
         for j in 0..J {
             let from = p.weights.add(j * p.stride + block * K::BYTES * width);
@@ -459,13 +472,14 @@ impl<const R: usize> Words<R> {
 #[inline(always)]
 unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
+    let num_steps = p.num_in.div_ceil(2).div_ceil(PAIRS);
     if p.num_rows() == 1 {
-        row!(p, width, row_of_pairs(S, N));
+        let mut prefetch = p.prefetch_of_row(num_steps);
+        row!(p, width, row_of_pairs(S, N)(&mut prefetch));
         return;
     }
     let num_tiles = p.last_tile - p.first_tile;
-    let num_steps = num_tiles * p.num_in.div_ceil(2).div_ceil(PAIRS);
-    let mut prefetch = p.prefetch(p.num_panels * num_steps);
+    let mut prefetch = p.prefetch(p.num_panels * num_tiles * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
         tiles!(S, N, p, |row| tile_of_pairs(S)(p, row, &mut prefetch));
@@ -473,17 +487,23 @@ unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel) {
+unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(
+    p: &Panel,
+    prefetch: &mut Prefetch,
+) {
     let num_pairs = p.num_in.div_ceil(2);
     let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
     let mut sums = [[S::zero_i32(); N]; J];
-    for pair in 0..num_pairs {
-        let a = S::splat_pair(x.pairs.add(pair).cast());
-        for j in 0..J {
-            let weights = p.weights.add(j * p.stride);
-            for n in 0..N {
-                let w = S::widen_i8(weights.add(2 * (pair * N + n) * S::LANES).cast());
-                sums[j][n] = S::dot_pairs(sums[j][n], a, w);
+    for first in (0..num_pairs).step_by(PAIRS) {
+        prefetch.step::<S>();
+        for pair in first..num_pairs.min(first + PAIRS) {
+            let a = S::splat_pair(x.pairs.add(pair).cast());
+            for j in 0..J {
+                let weights = p.weights.add(j * p.stride);
+                for n in 0..N {
+                    let w = S::widen_i8(weights.add(2 * (pair * N + n) * S::LANES).cast());
+                    sums[j][n] = S::dot_pairs(sums[j][n], a, w);
+                }
             }
         }
     }
