@@ -3,6 +3,7 @@
 use crate::attention::{AttentionOptions, Heads};
 use crate::kernels::Kernels;
 use crate::matrix::{BLOCK, Matrix, activation_limit};
+use crate::memory::LargePages;
 use crate::program::{Program, Stage};
 use crate::{Isa, isa::IsaError};
 
@@ -56,6 +57,7 @@ pub struct Builder {
     pub(crate) tables: Vec<Table>,
     pub(crate) vectors: Vec<Vec<f32>>,
     pub(crate) matrices: Vec<Matrix>,
+    pages: LargePages,
     pub(crate) shapes: Vec<Shape>,
     pub(crate) stages: Vec<Stage>,
     rotations: Vec<Rotation>,
@@ -79,6 +81,7 @@ impl Builder {
             tables: Vec::new(),
             vectors: Vec::new(),
             matrices: Vec::new(),
+            pages: LargePages::new(),
             shapes: Vec::new(),
             stages: Vec::new(),
             rotations: Vec::new(),
@@ -116,7 +119,7 @@ impl Builder {
             crate::matrix::panel_width(self.isa, matrix.format),
             "packed for another CPU"
         );
-        self.matrices.push(matrix);
+        self.matrices.push(matrix.kept_in(&mut self.pages));
         MatrixId(self.matrices.len() - 1)
     }
 

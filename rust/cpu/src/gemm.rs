@@ -22,8 +22,16 @@ use crate::tile::{self, Prefetch, Tiles, store_tile};
 const MAX_ROWS: usize = 512;
 /// Bytes that stay near the core while as many come.
 const NEAR_BYTES: usize = 64 << 10;
+/// Bytes that a worker takes at once for one row: enough that what a new stream costs is little.
+const STREAMED_BYTES: usize = 96 << 10;
+/// Panels that one row is multiplied with side by side, as memory answers several streams faster than one.
+const STREAMS: usize = 4;
+/// Bytes of a stream from what is multiplied to what is asked for.
+const AHEAD: usize = 512;
 /// Pairs of inputs between two looks at what is to be asked for.
 const PAIRS: usize = 32;
+/// The same for one row.
+const ROW_PAIRS: usize = 8;
 
 /// Some panels of a product, side by side.
 #[derive(Clone, Copy)]
@@ -77,28 +85,29 @@ impl Panel {
         Prefetch::new(self.next, self.next_bytes, num_steps)
     }
 
-    /// For one row, where panels side by side take so many steps together.
-    fn prefetch_of_row(&self, num_steps: usize) -> Prefetch {
-        let num_parts = self.num_panels / 4 + (self.num_panels % 4).count_ones() as usize;
-        self.prefetch(num_parts * num_steps)
+    /// Asks for so many bytes of `J` panels that lie `stride` bytes from one another, some time before they are read. At a
+    /// panel's end it is the next one's beginning.
+    #[inline(always)]
+    unsafe fn ask<S: Simd, const J: usize>(&self, stride: usize, done: usize, num_bytes: usize) {
+        let from = self.weights.wrapping_add(done + AHEAD);
+        for line in (0..num_bytes).step_by(64) {
+            for j in 0..J {
+                S::prefetch(from.wrapping_add(j * stride + line));
+            }
+        }
     }
 }
 
-/// One row times panels. Several are read side by side, as many streams as memory answers; `$more` is what else each is
-/// given.
+/// One row times panels, in streams: each of panels that lie one after another.
 macro_rules! row {
-    ($p:ident, $width:expr, $row:ident($($generic:ident),*)($($more:expr),*)) => {{
-        let mut first = 0;
-        while first < $p.num_panels {
-            let rest = $p.num_panels - first;
-            let count = if rest >= 4 { 4 } else if rest >= 2 { 2 } else { 1 };
-            let part = $p.part(first, count, $width);
-            match count {
-                4 => $row::<$($generic,)* 4>(&part, $($more),*),
-                2 => $row::<$($generic,)* 2>(&part, $($more),*),
-                _ => $row::<$($generic,)* 1>(&part, $($more),*),
-            }
-            first += count;
+    ($p:ident, $width:expr, $row:ident($($generic:ident),*)) => {{
+        let length = $p.num_panels / STREAMS;
+        for first in 0..length {
+            let part = $p.part(first, $p.num_panels - first, $width);
+            $row::<$($generic,)* STREAMS>(&part, length);
+        }
+        for first in length * STREAMS..$p.num_panels {
+            $row::<$($generic,)* 1>(&$p.part(first, 1, $width), 1);
         }
     }};
 }
@@ -122,11 +131,15 @@ macro_rules! tiles {
     };
 }
 
-/// Writes one row of panels side by side.
+/// Writes one row of panels that lie so many from one another.
 #[inline(always)]
-unsafe fn store_row<S: Simd, const N: usize, const J: usize>(p: &Panel, row: &[[S::V; N]; J]) {
+unsafe fn store_row<S: Simd, const N: usize, const J: usize>(
+    p: &Panel,
+    step: usize,
+    row: &[[S::V; N]; J],
+) {
     for j in 0..J {
-        let part = p.part(j, 1, N * S::LANES);
+        let part = p.part(j * step, 1, N * S::LANES);
         store_tile::<S, 1, N>(&[row[j]], part.out, 0, part.num_columns);
     }
 }
@@ -155,8 +168,8 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
 unsafe fn stored<S: Simd, E: Weight, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     if p.num_rows() == 1 {
-        // So many bytes go through the registers that what is read next is on the way by itself.
-        row!(p, width, row_of_stored(S, E, N)());
+        // So many bytes go through the registers that what comes next is on the way by itself.
+        row!(p, width, row_of_stored(S, E, N));
         return;
     }
     let num_steps = (p.last_tile - p.first_tile) * p.num_in.div_ceil(tile::CHUNK);
@@ -168,13 +181,17 @@ unsafe fn stored<S: Simd, E: Weight, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(p: &Panel) {
+unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(
+    p: &Panel,
+    step: usize,
+) {
+    let stride = step * p.stride;
     let mut sums = [[S::splat(0.0); N]; J];
     for first in (0..p.num_in).step_by(E::TOGETHER) {
         for place in 0..E::TOGETHER.min(p.num_in - first) {
             let x = S::splat(*p.x.add(first + place));
             for j in 0..J {
-                let weights = p.weights.add(j * p.stride).cast::<E>();
+                let weights = p.weights.add(j * stride).cast::<E>();
                 let columns = E::columns::<S, N>(weights.add(first * N * S::LANES), place);
                 for n in 0..N {
                     sums[j][n] = S::fma(x, columns[n], sums[j][n]);
@@ -182,7 +199,7 @@ unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(p: &
             }
         }
     }
-    store_row::<S, N, J>(p, &sums);
+    store_row::<S, N, J>(p, step, &sums);
 }
 
 /// As many rows as a tile has.
@@ -322,8 +339,7 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     let num_blocks = p.num_in / BLOCK;
     if p.num_rows() == 1 {
-        let mut prefetch = p.prefetch_of_row(num_blocks);
-        row!(p, width, row_of_blocks(S, K, N)(&mut prefetch));
+        row!(p, width, row_of_blocks(S, K, N));
         return;
     }
     let num_passes = 1 + p.last_tile - p.first_tile;
@@ -337,20 +353,18 @@ unsafe fn blocks<S: Simd, K: Kind, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(
-    p: &Panel,
-    prefetch: &mut Prefetch,
-) {
+unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Panel, step: usize) {
+    let stride = step * p.stride;
     let width = N * S::LANES;
     let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
     // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
     let num_groups = black_box(BLOCK_PAIRS / GROUP);
     let mut totals = [[S::splat(0.0); N]; J];
     for block in 0..p.num_in / BLOCK {
-        prefetch.step::<S>();
+        p.ask::<S, J>(stride, block * K::BYTES * width, K::BYTES * width);
         let inputs = S::splat(*x.sums.add(block));
         for j in 0..J {
-            let from = p.weights.add(j * p.stride + block * K::BYTES * width);
+            let from = p.weights.add(j * stride + block * K::BYTES * width);
             let mut sums = [S::zero_i32(); N];
             let mut group = 0;
             loop {
@@ -378,7 +392,7 @@ unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(
             totals[j][n] = S::mul(totals[j][n], S::splat(*x.scales));
         }
     }
-    store_row::<S, N, J>(p, &totals);
+    store_row::<S, N, J>(p, step, &totals);
 }
 
 /// A panel's weights as 16-bit numbers, pair after pair.
@@ -472,14 +486,13 @@ impl<const R: usize> Words<R> {
 #[inline(always)]
 unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
-    let num_steps = p.num_in.div_ceil(2).div_ceil(PAIRS);
     if p.num_rows() == 1 {
-        let mut prefetch = p.prefetch_of_row(num_steps);
-        row!(p, width, row_of_pairs(S, N)(&mut prefetch));
+        row!(p, width, row_of_pairs(S, N));
         return;
     }
     let num_tiles = p.last_tile - p.first_tile;
-    let mut prefetch = p.prefetch(p.num_panels * num_tiles * num_steps);
+    let num_steps = num_tiles * p.num_in.div_ceil(2).div_ceil(PAIRS);
+    let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
         tiles!(S, N, p, |row| tile_of_pairs(S)(p, row, &mut prefetch));
@@ -487,19 +500,21 @@ unsafe fn whole_numbers<S: Simd, const N: usize>(p: &Panel) {
 }
 
 #[inline(always)]
-unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(
-    p: &Panel,
-    prefetch: &mut Prefetch,
-) {
+unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel, step: usize) {
+    let stride = step * p.stride;
     let num_pairs = p.num_in.div_ceil(2);
     let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
     let mut sums = [[S::zero_i32(); N]; J];
-    for first in (0..num_pairs).step_by(PAIRS) {
-        prefetch.step::<S>();
-        for pair in first..num_pairs.min(first + PAIRS) {
+    for first in (0..num_pairs).step_by(ROW_PAIRS) {
+        p.ask::<S, J>(
+            stride,
+            2 * first * N * S::LANES,
+            2 * ROW_PAIRS * N * S::LANES,
+        );
+        for pair in first..num_pairs.min(first + ROW_PAIRS) {
             let a = S::splat_pair(x.pairs.add(pair).cast());
             for j in 0..J {
-                let weights = p.weights.add(j * p.stride);
+                let weights = p.weights.add(j * stride);
                 for n in 0..N {
                     let w = S::widen_i8(weights.add(2 * (pair * N + n) * S::LANES).cast());
                     sums[j][n] = S::dot_pairs(sums[j][n], a, w);
@@ -511,7 +526,7 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(
     for j in 0..J {
         let scales = p
             .weights
-            .add(j * p.stride + 2 * num_pairs * N * S::LANES)
+            .add(j * stride + 2 * num_pairs * N * S::LANES)
             .cast::<f32>();
         for n in 0..N {
             let columns = S::load(scales.add(n * S::LANES));
@@ -519,7 +534,7 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(
             products[j][n] = S::mul(product, columns);
         }
     }
-    store_row::<S, N, J>(p, &products);
+    store_row::<S, N, J>(p, step, &products);
 }
 
 #[inline(always)]
@@ -565,11 +580,14 @@ pub(crate) fn num_units(kernels: &Kernels, num_rows: usize, matrix: &Matrix) -> 
     num_tiles.div_ceil(MAX_ROWS / tile_rows) * matrix.num_panels()
 }
 
-/// Panels that a worker takes at once: as many as memory answers streams, but no more bytes than stay near the core until
-/// they are needed.
+/// Panels that a worker takes at once: for one row whole streams, else no more bytes than stay near the core until they are
+/// needed.
 fn panels_at_once(num_rows: usize, matrix: &Matrix) -> usize {
-    let fit = NEAR_BYTES / matrix.panel_bytes();
-    if num_rows == 1 { 4 } else { fit.clamp(1, 4) }
+    if num_rows == 1 {
+        let length = STREAMED_BYTES / (STREAMS * matrix.panel_bytes());
+        return STREAMS * length.max(1);
+    }
+    (NEAR_BYTES / matrix.panel_bytes()).clamp(1, 4)
 }
 
 /// A worker's part of `out = x · matrixᵀ + bias`; all workers call it with the same arguments.

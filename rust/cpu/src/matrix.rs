@@ -5,7 +5,7 @@
 //! zero. So a product streams each panel once, in order, whatever the number of rows.
 
 use crate::Isa;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, LargePages, Piece};
 use crate::simd::{Bf16, Weight};
 
 /// How the numbers of a panel are stored.
@@ -62,8 +62,32 @@ pub struct Matrix {
     /// Columns of a panel.
     pub(crate) width: usize,
     panel_bytes: usize,
-    data: Buffer,
+    data: Data,
     pub(crate) bias: Option<Vec<f32>>,
+}
+
+/// Where a matrix's panels lie.
+enum Data {
+    /// While they are packed.
+    Packed(Buffer),
+    /// Once they are a program's.
+    Kept(Piece),
+}
+
+impl Data {
+    fn as_ptr(&self) -> *const u8 {
+        match self {
+            Data::Packed(buffer) => buffer.as_ptr().cast(),
+            Data::Kept(piece) => piece.as_ptr(),
+        }
+    }
+
+    fn as_bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Data::Packed(buffer) => buffer.as_bytes_mut(),
+            Data::Kept(_) => unreachable!("a program's weights stay as they are"),
+        }
+    }
 }
 
 /// Columns of a panel: the vectors that `kernels!` gives.
@@ -158,6 +182,16 @@ impl Matrix {
         matrix
     }
 
+    /// The same, in such pages.
+    pub(crate) fn kept_in(mut self, pages: &mut LargePages) -> Matrix {
+        let num_bytes = self.num_bytes();
+        let piece = pages.copy_of(&self.data.as_bytes_mut()[..num_bytes]);
+        Matrix {
+            data: Data::Kept(piece),
+            ..self
+        }
+    }
+
     /// Output features.
     pub fn num_out(&self) -> usize {
         self.num_out
@@ -173,10 +207,7 @@ impl Matrix {
 
     /// The first byte of a panel.
     pub(crate) fn panel(&self, index: usize) -> *const u8 {
-        self.data
-            .as_ptr()
-            .cast::<u8>()
-            .wrapping_add(index * self.panel_bytes)
+        self.data.as_ptr().wrapping_add(index * self.panel_bytes)
     }
 
     /// Bytes of the packed weights.
@@ -202,7 +233,7 @@ fn empty(
         num_in,
         width,
         panel_bytes,
-        data: Buffer::zeroed(num_bytes.div_ceil(4)),
+        data: Data::Packed(Buffer::zeroed(num_bytes.div_ceil(4))),
         bias: bias.map(<[f32]>::to_vec),
     }
 }
