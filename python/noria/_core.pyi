@@ -380,6 +380,33 @@ class Expander:
     def expand(self, buffer: npt.NDArray[np.int32]) -> None:
         """Applies lost and gained seats and table changes, then expands the rows."""
 
+    def choose_greedy(
+        self,
+        logits: npt.NDArray[np.float32],
+        num_rows: int,
+        num_sample_rows: int,
+        is_plain: npt.NDArray[np.bool_],
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
+        """Samples the most likely token of each row, the lowest of equals, and keeps it as its seat's last.
+
+        A row whose largest logit is NaN or infinite samples none; its seat's last token is 0 then, which any
+        model can embed.
+
+        Args:
+            logits: `[num_sample_rows, vocab_size]`, of the step that was expanded last; the GIL is released.
+            num_rows: of the step.
+            num_sample_rows: of those that sample.
+            is_plain: `[max_num_seqs]`: seats that want just that.
+
+        Returns:
+            How many tokens each row sampled, `[num_rows]`, and these in row order; None, and nothing is done,
+            if a row that samples is not plain.
+
+        Raises:
+            ArrayError: an array has other numbers, dimensions or order than its kind.
+            ValueError: an array is shorter than the step needs.
+        """
+
 def cpu_isa() -> str:
     """The instruction set of noria-cpu's kernels here: portable, avx2, avx-vnni, avx512 or avx512-vnni.
 
@@ -499,3 +526,16 @@ class CpuProgram:
             ArrayError: an array has other numbers, dimensions or order than its kind.
             ValueError: an array does not fit the program, the cache or the others; nothing was computed.
         """
+
+    def run_expanded(
+        self,
+        expander: Expander,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        num_logits: int,
+        kv: npt.NDArray[np.uint8],
+        kv_dtype: str,
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """As `run`, of the step that was expanded last: so many of each array's first entries are its."""

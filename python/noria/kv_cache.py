@@ -72,6 +72,7 @@ class KvCache:
         c = model_config
         self.block_size = block_size
         self.dtype = dtype
+        self.dtype_name = str(dtype).removeprefix("torch.")
         self.device = device
         self._block_bytes = kv_bytes_per_block(c, block_size, dtype)
         self._pieces = (c.num_layers, 2)
@@ -119,6 +120,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.nbytes = self._block_bytes * (num_blocks + 1)
         self._layers = [(layer[0], layer[1]) for layer in self._all[:, :, : num_blocks + 1]]
+        self.host_bytes = self._all.view(torch.uint8).numpy() if self.device.type == "cpu" else None
 
     def resize(self, num_blocks: int) -> None:
         """Keeps blocks up to `num_blocks`, and gives the memory of others back to the system, or takes more.

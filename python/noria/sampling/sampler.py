@@ -63,6 +63,8 @@ class _HostState:
     top_k: npt.NDArray[np.int64]
     num_logprobs: npt.NDArray[np.int64]
     """−1 for none."""
+    is_plain: npt.NDArray[np.bool_]
+    """Greedy, without log probabilities or edits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Sampler:
             has_top_p=np.zeros(max_num_seqs, dtype=np.bool_),
             top_k=np.zeros(max_num_seqs, dtype=np.int64),
             num_logprobs=np.full(max_num_seqs, -1, dtype=np.int64),
+            is_plain=np.ones(max_num_seqs, dtype=np.bool_),
         )
         self._edits = LogitsEdits(max_num_seqs, vocab_size, device)
         self._state = _DeviceState(
@@ -141,6 +144,7 @@ class Sampler:
         host.top_k[seat] = top_k
         host.num_logprobs[seat] = [self._num_logprobs(p) for p in params]
         self._edits.set_seats(seat, params, contexts or [NO_CONTEXT] * len(params))
+        host.is_plain[seat] = ~(is_random | (host.num_logprobs[seat] >= 0) | self._edits.asks[seat])
         index = self._to_device(seat)
         state = self._state
         state.inverse_temperature[index] = self._to_device(1.0 / np.where(is_random, temperature, 1.0))
@@ -148,6 +152,11 @@ class Sampler:
         state.top_p[index] = self._to_device(top_p)
         state.top_k[index] = self._to_device(top_k)
         state.seed[index] = self._to_device(np.array(seeds, dtype=np.int64))
+
+    @property
+    def is_plain(self) -> npt.NDArray[np.bool_]:
+        """`[max_num_seqs]`: seats whose token is the most likely one, and nothing else is to be done."""
+        return self._host.is_plain
 
     def _num_logprobs(self, params: SamplingParams) -> int:
         if params.logprobs is None:

@@ -22,6 +22,7 @@
 mod attention;
 mod builder;
 mod gemm;
+mod greedy;
 mod isa;
 mod kernels;
 mod kv;
@@ -37,6 +38,7 @@ mod tile;
 
 pub use attention::{AttentionOptions, Heads};
 pub use builder::{Builder, MatrixId, TableId, Value, VectorId};
+pub use greedy::most_likely;
 pub use isa::{ISA_NAMES, ISA_VARIABLE, Isa, IsaError};
 pub use kv::{KvFormat, KvView};
 pub use limits::{fma_rate, int8_rate, read_bandwidth};
