@@ -212,8 +212,8 @@ class Sampler:
         drawn = self._draw(
             self._select(Use.LOGITS, logits, rows),
             seats_on_host[is_random],
-            seats[rows],
-            output_positions[rows],
+            _part(seats, rows),
+            _part(output_positions, rows),
         )
         if isinstance(rows, slice):
             return drawn
@@ -244,19 +244,20 @@ class Sampler:
             rows = self._rows(host.top_k[seats_on_host] > 0)
             self._drop_below(weights, rows, logits, weighing.min_logit)
         chunks = chunk_masses(weights)
-        ids = draw(weights, chunks, uniform(state.seed[seats], output_positions))
+        seeds = state.seed[seats]
+        ids = draw(weights, chunks, uniform(seeds, output_positions))
         has_top_p = host.has_top_p[seats_on_host]
         if has_top_p.any():
             rows = self._rows(has_top_p)
             ids[rows] = draw_nucleus(
-                ids[rows],
+                _part(ids, rows),
                 weights,
-                torch.arange(len(weights), device=weights.device)[rows],
-                weighing.weights(maxima, torch.empty_like(maxima))[rows],
-                chunks.sum(1)[rows],
-                state.top_p[seats[rows]],
-                state.seed[seats[rows]],
-                output_positions[rows],
+                _part(torch.arange(len(weights), device=weights.device), rows),
+                _part(weighing.weights(maxima, torch.empty_like(maxima)), rows),
+                _part(chunks.sum(1), rows),
+                state.top_p[_part(seats, rows)],
+                _part(seeds, rows),
+                _part(output_positions, rows),
                 self._scratch,
             )
         ok = weighing.row_max.squeeze(1).isfinite()
@@ -319,6 +320,10 @@ class Sampler:
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _part(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return values if isinstance(rows, slice) else values[rows]
 
 
 def _greedy(logits: torch.Tensor) -> SampledTokens:
