@@ -407,6 +407,22 @@ class Expander:
             ValueError: an array is shorter than the step needs.
         """
 
+def draw(
+    weights: npt.NDArray[np.float32],
+    masses: npt.NDArray[np.int64],
+    seeds: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    attempt: int,
+    rows: npt.NDArray[np.int64] | None = None,
+    floor: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.int64]:
+    """`noria.sampling.draw.draw`, on the host; `floor` is `[n]` here.
+
+    Raises:
+        ArrayError: an array has other numbers, dimensions or order than its kind.
+        ValueError: arrays do not fit each other.
+    """
+
 def cpu_isa() -> str:
     """The instruction set of noria-cpu's kernels here: portable, avx2, avx-vnni, avx512 or avx512-vnni.
 

@@ -20,7 +20,6 @@ from noria.sampling.context import NO_CONTEXT, SeatContext
 from noria.sampling.draw import CHUNK, chunk_masses, chunk_maxima, draw
 from noria.sampling.edits import LogitsEdits
 from noria.sampling.logprobs import TokenLogprobs, token_logprobs
-from noria.sampling.noise import uniform
 from noria.sampling.nucleus import draw_nucleus
 from noria.sampling.params import SamplingParams
 from noria.sampling.scratch import Scratch, Use
@@ -245,7 +244,7 @@ class Sampler:
             self._drop_below(weights, rows, logits, weighing.min_logit)
         chunks = chunk_masses(weights)
         seeds = state.seed[seats]
-        ids = draw(weights, chunks, uniform(seeds, output_positions))
+        ids = draw(weights, chunks, seeds, output_positions)
         has_top_p = host.has_top_p[seats_on_host]
         if has_top_p.any():
             rows = self._rows(has_top_p)
