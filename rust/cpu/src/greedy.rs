@@ -19,7 +19,7 @@ pub fn most_likely(logits: &[f32]) -> Option<usize> {
             place = index * CHUNK;
         }
     }
-    let inside = logits[place..].iter().position(|&logit| logit == largest);
+    let inside = logits[place..].iter().position(|&logit| logit >= largest);
     inside
         .filter(|_| largest.is_finite())
         .map(|inside| place + inside)
