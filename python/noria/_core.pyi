@@ -380,6 +380,49 @@ class Expander:
     def expand(self, buffer: npt.NDArray[np.int32]) -> None:
         """Applies lost and gained seats and table changes, then expands the rows."""
 
+    def choose_greedy(
+        self,
+        logits: npt.NDArray[np.float32],
+        num_rows: int,
+        num_sample_rows: int,
+        is_plain: npt.NDArray[np.bool_],
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None:
+        """Samples the most likely token of each row, the lowest of equals, and keeps it as its seat's last.
+
+        A row whose largest logit is NaN or infinite samples none; its seat's last token is 0 then, which any
+        model can embed.
+
+        Args:
+            logits: `[num_sample_rows, vocab_size]`, of the step that was expanded last; the GIL is released.
+            num_rows: of the step.
+            num_sample_rows: of those that sample.
+            is_plain: `[max_num_seqs]`: seats that want just that.
+
+        Returns:
+            How many tokens each row sampled, `[num_rows]`, and these in row order; None, and nothing is done,
+            if a row that samples is not plain.
+
+        Raises:
+            ArrayError: an array has other numbers, dimensions or order than its kind.
+            ValueError: an array is shorter than the step needs.
+        """
+
+def draw(
+    weights: npt.NDArray[np.float32],
+    masses: npt.NDArray[np.int64],
+    seeds: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    attempt: int,
+    rows: npt.NDArray[np.int64] | None = None,
+    floor: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.int64]:
+    """`noria.sampling.draw.draw`, on the host; `floor` is `[n]` here.
+
+    Raises:
+        ArrayError: an array has other numbers, dimensions or order than its kind.
+        ValueError: arrays do not fit each other.
+    """
+
 def cpu_isa() -> str:
     """The instruction set of noria-cpu's kernels here: portable, avx2, avx-vnni, avx512 or avx512-vnni.
 
@@ -499,3 +542,16 @@ class CpuProgram:
             ArrayError: an array has other numbers, dimensions or order than its kind.
             ValueError: an array does not fit the program, the cache or the others; nothing was computed.
         """
+
+    def run_expanded(
+        self,
+        expander: Expander,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        num_logits: int,
+        kv: npt.NDArray[np.uint8],
+        kv_dtype: str,
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """As `run`, of the step that was expanded last: so many of each array's first entries are its."""

@@ -4,6 +4,8 @@ import math
 import mmap
 import sys
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from noria.errors import ConfigError
@@ -49,6 +51,7 @@ class KvCache:
         block_size: tokens of a block.
         nbytes: of those and block 0.
         dtype: of K and V; int8: with a scale for each head of a token.
+        dtype_name: as `noria._core` names it.
         device: where it lies.
     """
 
@@ -72,6 +75,7 @@ class KvCache:
         c = model_config
         self.block_size = block_size
         self.dtype = dtype
+        self.dtype_name = str(dtype).removeprefix("torch.")
         self.device = device
         self._block_bytes = kv_bytes_per_block(c, block_size, dtype)
         self._pieces = (c.num_layers, 2)
@@ -119,6 +123,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.nbytes = self._block_bytes * (num_blocks + 1)
         self._layers = [(layer[0], layer[1]) for layer in self._all[:, :, : num_blocks + 1]]
+        self._host_bytes = self._all.view(torch.uint8).numpy() if self.device.type == "cpu" else None
 
     def resize(self, num_blocks: int) -> None:
         """Keeps blocks up to `num_blocks`, and gives the memory of others back to the system, or takes more.
@@ -173,6 +178,12 @@ class KvCache:
     def memory(self) -> torch.Tensor:
         """All of it, `[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, stored_size]`."""
         return self._all
+
+    @property
+    def host_bytes(self) -> npt.NDArray[np.uint8]:
+        """`memory` as an array of bytes, where it lies on a CPU; another one after `resize`."""
+        assert self._host_bytes is not None, "a device's memory cannot be read here"
+        return self._host_bytes
 
     def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copies blocks `src[i]` over blocks `dst[i]`, in every layer; all are read before one is written.

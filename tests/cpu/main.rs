@@ -7,6 +7,7 @@
 )]
 
 mod attention;
+mod choices;
 mod kv_formats;
 mod products;
 mod programs;

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch_harness import (
     Answer,
+    Ask,
     TorchBench,
+    Watched,
     answers_alone,
     expected_reason,
     make_asks,
@@ -21,6 +23,9 @@ from noria.backends.cpu.threads import chosen_threads
 from noria.bench.machine import detect_machine
 from noria.errors import ConfigError
 from noria.models import Model, load_model
+from noria.runner.base import HostMasks, PendingIds, Ready
+from noria.runner.step import StepView
+from noria.runner.torch_runner import TorchExecutor
 
 ASKS = make_asks(15, longest=300, max_tokens=16, seed=5)
 CPU = torch.device("cpu")
@@ -56,6 +61,44 @@ def test_chunks_and_depth_change_no_token(model: Model, alone: list[Answer], chu
     run = TorchBench(model, config, fill_kv=float("nan")).run(ASKS)
     assert run.answers == alone
     assert run.stats.num_rows > run.stats.num_sample_rows, "no prompt was cut"
+
+
+class ChoosesByTheSampler(Watched):
+    """Has no row be plain, so that the general way is taken; and may spoil a step's first logits."""
+
+    def __init__(self, inner: TorchExecutor, *, is_general: bool, spoiled: dict[int, float]) -> None:
+        super().__init__(inner)
+        self.is_general, self.spoiled, self.num_steps = is_general, spoiled, 0
+
+    def sample(self, view: StepView, masks: HostMasks | None) -> PendingIds:
+        self.num_steps += 1
+        logits = self.inner._logits
+        assert isinstance(logits, np.ndarray)
+        if view.num_sample_rows and self.num_steps in self.spoiled:
+            logits[0, 5] = self.spoiled[self.num_steps]
+        if self.is_general:
+            self.inner._sampler.is_plain[:] = False
+        pending = super().sample(view, masks)
+        assert isinstance(pending, Ready) != self.is_general or not view.num_sample_rows
+        return pending
+
+
+@pytest.mark.parametrize("spoiled", [{}, {9: float("nan"), 15: float("inf"), 20: float("-inf")}])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_greedy_steps_choose_as_the_sampler_does(model: Model, depth: int, spoiled: dict[int, float]) -> None:
+    greedy = SamplingParams(temperature=0, seed=1, max_tokens=12)
+    asks = [Ask(ask.prompt, greedy, ask.stop_token_ids) for ask in ASKS]
+
+    def answers(is_general: bool) -> tuple[list[Answer], list[str | None]]:
+        def wrap(inner: TorchExecutor) -> ChoosesByTheSampler:
+            return ChoosesByTheSampler(inner, is_general=is_general, spoiled=spoiled)
+
+        run = TorchBench(model, tiny_config(depth=depth), wrap=wrap).run(asks)
+        return run.answers, run.causes
+
+    by_the_sampler = answers(is_general=True)
+    assert answers(is_general=False) == by_the_sampler
+    assert any("not finite" in (cause or "") for cause in by_the_sampler[1]) == bool(spoiled)
 
 
 def test_preemption_changes_no_token(model: Model) -> None:

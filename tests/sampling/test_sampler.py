@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from noria import _core
 from noria.sampling import SamplingParams, sampler
-from noria.sampling.draw import chunk_masses
+from noria.sampling.draw import chunk_masses, draw
 from noria.sampling.noise import uniform
 from noria.sampling.sampler import SampledTokens, Sampler
 from noria.sampling.thresholds import Weighing, largest
@@ -375,3 +376,38 @@ def test_logits_of_the_wrong_shape_or_dtype_are_named() -> None:
         its_sampler.sample(torch.zeros(2, 100, dtype=torch.bfloat16), seats, seats)
     with pytest.raises(ValueError, match="1 seats, 2 params and 1 seeds"):
         its_sampler.set_seats([0], [SamplingParams()] * 2, [0])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 5000])
+def test_a_draw_on_the_host_is_the_other_devices_to_the_bit(vocab_size: int) -> None:
+    num = 400
+    weights = (random_logits(num, vocab_size, seed=vocab_size).float() - 12.0).clamp_max_(0.0).exp_()
+    weights[: num // 2] *= torch.rand(num // 2, vocab_size, generator=torch.Generator().manual_seed(1)) > 0.5
+    weights[:, vocab_size // 2] = 1.0  # some weight is above 0
+    floor = torch.where(torch.arange(num) % 3 == 0, 0.5, 0.0)[:, None]
+    chunks = chunk_masses(weights * (weights > floor))
+    rows = torch.arange(num).flip(0)
+    seeds, positions = torch.arange(-200, 200) * 2**40, torch.arange(num)
+    for attempt in (0, 1, 7):
+        for asked in ((None, floor), (rows, floor[rows])):
+            drawn = [
+                draw(of, chunks if asked[0] is None else chunks[rows], seeds, positions, attempt, *asked)
+                for of in (weights, weights.double())
+            ]
+            assert drawn[0].equal(drawn[1])
+            assert drawn[0].max() < vocab_size
+
+
+def test_a_draw_from_what_is_no_number_is_some_id_of_the_row() -> None:
+    for weights in (torch.full((1, 300), torch.nan), torch.zeros(1, 300)):
+        chunks = chunk_masses(weights)
+        assert 0 <= int(draw(weights, chunks, torch.tensor([1]), torch.tensor([0]))) < 300
+
+
+def test_weights_and_masses_that_do_not_fit_are_refused() -> None:
+    weights, masses = np.ones((2, 300), np.float32), np.ones((2, 2), np.int64)
+    longs = np.zeros(2, np.int64)
+    with pytest.raises(ValueError, match=r"masses has shape \[2, 2\], which does not fit 300 weights a row"):
+        _core.draw(weights, masses, longs, longs[:1], 0)
+    with pytest.raises(ValueError, match="weights has no row 2, which is to be drawn from"):
+        _core.draw(weights, masses, longs, longs, 0, longs + 2)

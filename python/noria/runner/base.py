@@ -159,6 +159,18 @@ class PendingIds(Protocol):
         """Waits for them; raises what the device reports."""
 
 
+class Ready:
+    """Tokens that wait for nothing."""
+
+    __slots__ = ("_sampled",)
+
+    def __init__(self, sampled: SampledIds) -> None:
+        self._sampled = sampled
+
+    def wait(self) -> SampledIds:
+        return self._sampled
+
+
 class Executor(Protocol):
     """Computes steps. One thread calls it; for each step `expand`, `forward`, `sample` in turn."""
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from noria import _core
 from noria._core import Expander, StepLayout
 from noria.errors import ConfigError
-from noria.runner.base import HostMasks, SampledIds, SeatInit
+from noria.runner.base import HostMasks, Ready, SampledIds, SeatInit
 from noria.runner.step import StepView
 
 Phase = Literal["expand", "forward", "sample"]
@@ -98,18 +98,6 @@ def accept_pseudorandomly(
     return (_mix(~seeds, positions) % (num_drafts.astype(np.uint64) + np.uint64(1))).astype(np.int64)
 
 
-class _Ready:
-    """Tokens that wait for nothing."""
-
-    __slots__ = ("_sampled",)
-
-    def __init__(self, sampled: SampledIds) -> None:
-        self._sampled = sampled
-
-    def wait(self) -> SampledIds:
-        return self._sampled
-
-
 class NullExecutor:
     """An `Executor` that answers from a script.
 
@@ -154,7 +142,7 @@ class NullExecutor:
         if self._forward_us:
             time.sleep(self._forward_us / 1e6)
 
-    def sample(self, view: StepView, masks: HostMasks | None) -> _Ready:
+    def sample(self, view: StepView, masks: HostMasks | None) -> Ready:
         self._raise_fault("sample", view)
         expander = self.expander
         rows = expander.sample_rows[: view.num_sample_rows]
@@ -185,7 +173,7 @@ class NullExecutor:
 
         num_ids = np.zeros(view.num_rows, dtype=np.int32)
         num_ids[rows] = np.where(is_kept, num_sampled, 0)
-        return _Ready(SampledIds(num_ids, ids[is_kept[of_row]].astype(np.int32)))
+        return Ready(SampledIds(num_ids, ids[is_kept[of_row]].astype(np.int32)))
 
     def _make_drafts(self, view: StepView) -> None:
         """Drafts that the device is to make are what the script will answer."""

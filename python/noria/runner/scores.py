@@ -74,6 +74,7 @@ class PromptScorer:
         )  # −1: not asked for
         self._num_prompt_tokens: npt.NDArray[np.int64] = np.zeros(num_seats, dtype=np.int64)
         self._prompts: npt.NDArray[np.int64] = np.zeros((num_seats, 0), dtype=np.int64)
+        self._is_asked = False
 
     def set_seats(self, seats: npt.NDArray[np.int32], inits: Sequence[SeatInit]) -> None:
         """Takes over the requests that gained seats."""
@@ -89,9 +90,12 @@ class PromptScorer:
             self._prompts[seat, : len(ids)] = ids
             self._num_prompt_tokens[seat] = len(ids)
             self._num_logprobs[seat] = self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+        self._is_asked = bool((self._num_logprobs >= 0).any())
 
     def targets(self, view: StepView, expander: Expander) -> "ScoredTokens | None":
         """The tokens of a step whose next one is to be scored; None if there are none."""
+        if not self._is_asked:
+            return None
         row_seats = expander.row_seats[: view.num_rows]
         asks = (self._num_logprobs[row_seats] >= 0) & ((view.row_flags & _core.PADDING) == 0)
         if not asks.any():

@@ -135,6 +135,12 @@ class StepView:
         return self._swap_in[: self._header[_core.H_NUM_SWAP_IN]]
 
     @property
+    def has_copies(self) -> bool:
+        """Whether any block is moved, or copied to the host or back."""
+        header = self._header
+        return bool(header[_core.H_NUM_MOVES] or header[_core.H_NUM_SWAP_OUT] or header[_core.H_NUM_SWAP_IN])
+
+    @property
     def row_seat(self) -> npt.NDArray[np.int32]:
         """`[num_rows]`: each row's seat."""
         return self._row_seat[: self._header[_core.H_NUM_ROWS]]

@@ -7,6 +7,9 @@ boundary. Cost: one pass over the weights; the rest is on `[n, size / 256]`.
 
 import torch
 
+from noria import _core
+from noria.sampling.noise import uniform
+
 CHUNK = 256
 _SCALE = 2.0**42
 """Units to a weight of 1. A row's sum stays in int64 up to 2**20 weights; a chunk that holds less than 2**-43
@@ -97,7 +100,9 @@ def place_of(
 def draw(
     weights: torch.Tensor,
     chunks: torch.Tensor,
-    noise: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    attempt: int = 0,
     rows: torch.Tensor | None = None,
     floor: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -106,16 +111,31 @@ def draw(
     Args:
         weights: `[num_rows, vocab_size]`, as for `place_of`.
         chunks: `[n, num_chunks]` int64: the `chunk_masses` of the rows.
-        noise: `[n]` float64 in [0, 1).
+        seeds: `[n]` int64.
+        positions: `[n]` int64: output positions.
+        attempt: which draw of this position it is, from 0.
         rows: `[n]` int64; None: all of `weights`.
         floor: as for `place_of`.
 
     Returns:
         `[n]` int64; an id of weight 0 is never drawn.
     """
+    if weights.device.type == "cpu" and weights.dtype == torch.float32:
+        # The same bits by one call: the small operations below take longer here than a pass over the weights.
+        drawn = _core.draw(
+            weights.numpy(),
+            chunks.numpy(),
+            seeds.numpy(),
+            positions.numpy(),
+            attempt,
+            None if rows is None else rows.numpy(),
+            None if floor is None else floor.numpy().ravel(),
+        )
+        return torch.from_numpy(drawn)
     if rows is None:
         rows = torch.arange(len(weights), device=weights.device)
     total = chunks.sum(1, keepdim=True)
     # noise < 1, but the product may round up to the total.
-    target = torch.minimum((noise[:, None] * total.double()).long(), total - 1)
+    noise = uniform(seeds, positions, attempt)[:, None]
+    target = torch.minimum((noise * total.double()).long(), total - 1)
     return place_of(weights, rows, chunks, target, floor).squeeze(1)

@@ -35,7 +35,7 @@ class LogitsEdits:
         self._min_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
         self._bias = SeatLists(num_seats, device)
         self._penalties = Penalties(num_seats, device)
-        self._asks: npt.NDArray[np.bool_] = np.zeros(num_seats, dtype=np.bool_)
+        self.asks: npt.NDArray[np.bool_] = np.zeros(num_seats, dtype=np.bool_)
         self._remembers: npt.NDArray[np.bool_] = np.zeros(num_seats, dtype=np.bool_)
 
     def set_seats(
@@ -66,13 +66,13 @@ class LogitsEdits:
         self._bias.set(seats, [list(bias) for bias in biases], [list(bias.values()) for bias in biases])
         self._penalties.set_seats(seats, params, contexts)
         self._remembers[seats] = self._bad_words.has[seats] | self._penalties.has[seats]
-        self._asks[seats] = (
+        self.asks[seats] = (
             self._remembers[seats] | self._allowed.has[seats] | self._stops.has[seats] | self._bias.has[seats]
         )
 
     def are_asked(self, seats: npt.NDArray[np.int64]) -> bool:
         """Whether any of the seats asks for an edit."""
-        return bool(self._asks[seats].any())
+        return bool(self.asks[seats].any())
 
     def apply(
         self, logits: torch.Tensor, seats: npt.NDArray[np.int64], output_positions: torch.Tensor

@@ -13,7 +13,6 @@ import itertools
 import torch
 
 from noria.sampling.draw import CHUNK, draw, masses
-from noria.sampling.noise import uniform
 from noria.sampling.scratch import Scratch, Use
 
 _MARGIN = 1 + 2**-20
@@ -62,8 +61,9 @@ def draw_nucleus(
         if len(out) == 0:
             return ids
         pending = pending[out]
-        noise = uniform(seeds[pending], positions[pending], attempt)
-        ids[pending] = draw(weights, chunks[out], noise, rows[pending], drawn[out])
+        ids[pending] = draw(
+            weights, chunks[out], seeds[pending], positions[pending], attempt, rows[pending], drawn[out]
+        )
     raise AssertionError  # the loop ends by its return
 
 

@@ -20,7 +20,6 @@ from noria.sampling.context import NO_CONTEXT, SeatContext
 from noria.sampling.draw import CHUNK, chunk_masses, chunk_maxima, draw
 from noria.sampling.edits import LogitsEdits
 from noria.sampling.logprobs import TokenLogprobs, token_logprobs
-from noria.sampling.noise import uniform
 from noria.sampling.nucleus import draw_nucleus
 from noria.sampling.params import SamplingParams
 from noria.sampling.scratch import Scratch, Use
@@ -63,6 +62,8 @@ class _HostState:
     top_k: npt.NDArray[np.int64]
     num_logprobs: npt.NDArray[np.int64]
     """−1 for none."""
+    is_plain: npt.NDArray[np.bool_]
+    """Greedy, without log probabilities or edits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Sampler:
             has_top_p=np.zeros(max_num_seqs, dtype=np.bool_),
             top_k=np.zeros(max_num_seqs, dtype=np.int64),
             num_logprobs=np.full(max_num_seqs, -1, dtype=np.int64),
+            is_plain=np.ones(max_num_seqs, dtype=np.bool_),
         )
         self._edits = LogitsEdits(max_num_seqs, vocab_size, device)
         self._state = _DeviceState(
@@ -141,6 +143,7 @@ class Sampler:
         host.top_k[seat] = top_k
         host.num_logprobs[seat] = [self._num_logprobs(p) for p in params]
         self._edits.set_seats(seat, params, contexts or [NO_CONTEXT] * len(params))
+        host.is_plain[seat] = ~(is_random | (host.num_logprobs[seat] >= 0) | self._edits.asks[seat])
         index = self._to_device(seat)
         state = self._state
         state.inverse_temperature[index] = self._to_device(1.0 / np.where(is_random, temperature, 1.0))
@@ -148,6 +151,11 @@ class Sampler:
         state.top_p[index] = self._to_device(top_p)
         state.top_k[index] = self._to_device(top_k)
         state.seed[index] = self._to_device(np.array(seeds, dtype=np.int64))
+
+    @property
+    def is_plain(self) -> npt.NDArray[np.bool_]:
+        """`[max_num_seqs]`: seats whose token is the most likely one, and nothing else is to be done."""
+        return self._host.is_plain
 
     def _num_logprobs(self, params: SamplingParams) -> int:
         if params.logprobs is None:
@@ -203,8 +211,8 @@ class Sampler:
         drawn = self._draw(
             self._select(Use.LOGITS, logits, rows),
             seats_on_host[is_random],
-            seats[rows],
-            output_positions[rows],
+            _part(seats, rows),
+            _part(output_positions, rows),
         )
         if isinstance(rows, slice):
             return drawn
@@ -235,19 +243,20 @@ class Sampler:
             rows = self._rows(host.top_k[seats_on_host] > 0)
             self._drop_below(weights, rows, logits, weighing.min_logit)
         chunks = chunk_masses(weights)
-        ids = draw(weights, chunks, uniform(state.seed[seats], output_positions))
+        seeds = state.seed[seats]
+        ids = draw(weights, chunks, seeds, output_positions)
         has_top_p = host.has_top_p[seats_on_host]
         if has_top_p.any():
             rows = self._rows(has_top_p)
             ids[rows] = draw_nucleus(
-                ids[rows],
+                _part(ids, rows),
                 weights,
-                torch.arange(len(weights), device=weights.device)[rows],
-                weighing.weights(maxima, torch.empty_like(maxima))[rows],
-                chunks.sum(1)[rows],
-                state.top_p[seats[rows]],
-                state.seed[seats[rows]],
-                output_positions[rows],
+                _part(torch.arange(len(weights), device=weights.device), rows),
+                _part(weighing.weights(maxima, torch.empty_like(maxima)), rows),
+                _part(chunks.sum(1), rows),
+                state.top_p[_part(seats, rows)],
+                _part(seeds, rows),
+                _part(output_positions, rows),
                 self._scratch,
             )
         ok = weighing.row_max.squeeze(1).isfinite()
@@ -310,6 +319,10 @@ class Sampler:
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _part(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return values if isinstance(rows, slice) else values[rows]
 
 
 def _greedy(logits: torch.Tensor) -> SampledTokens:

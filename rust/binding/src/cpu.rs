@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 
 use crate::arrays;
 use crate::errors;
+use crate::expander::Expander;
 
 /// The instruction set that the CPU backend uses here.
 #[pyfunction]
@@ -356,8 +357,6 @@ impl CpuProgram {
         let row_seats = arrays::read::<i64, Ix1>("row_seats", row_seats)?;
         let block_tables = arrays::read::<i32, Ix2>("block_tables", block_tables)?;
         let logits_indices = arrays::read::<i64, Ix1>("logits_indices", logits_indices)?;
-        let mut kv = arrays::write::<u8, IxDyn>("kv", kv)?;
-        let mut logits = arrays::write::<f32, Ix2>("logits", logits)?;
         let step = Step {
             input_ids: input_ids.as_slice()?,
             positions: positions.as_slice()?,
@@ -369,11 +368,46 @@ impl CpuProgram {
             block_tables: block_tables.as_slice()?,
             logits_indices: logits_indices.as_slice()?,
         };
+        self.compute(py, &step, kv, kv_dtype, logits)
+    }
+
+    #[pyo3(signature = (expander, *, num_tokens, num_rows, num_logits, kv, kv_dtype, logits))]
+    #[allow(clippy::too_many_arguments, reason = "a step, by its parts")]
+    fn run_expanded(
+        &mut self,
+        py: Python<'_>,
+        expander: &Bound<'_, Expander>,
+        num_tokens: usize,
+        num_rows: usize,
+        num_logits: usize,
+        kv: &Bound<'_, PyAny>,
+        kv_dtype: &str,
+        logits: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        expander
+            .get()
+            .with_step(py, num_tokens, num_rows, num_logits, |step| {
+                self.compute(py, step, kv, kv_dtype, logits)
+            })
+    }
+}
+
+impl CpuProgram {
+    fn compute(
+        &mut self,
+        py: Python<'_>,
+        step: &Step<'_>,
+        kv: &Bound<'_, PyAny>,
+        kv_dtype: &str,
+        logits: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let mut kv = arrays::write::<u8, IxDyn>("kv", kv)?;
+        let mut logits = arrays::write::<f32, Ix2>("logits", logits)?;
         let logits = logits.as_slice_mut()?;
         let format = kv_format(py, kv_dtype)?;
         let program = &mut self.program;
         with_kv(&mut kv, format, |view| {
-            py.detach(|| program.run(&step, &view, logits))
+            py.detach(|| program.run(step, &view, logits))
         })?
         .map_err(|error| PyValueError::new_err(error.to_string()))
     }

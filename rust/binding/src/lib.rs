@@ -12,6 +12,7 @@ mod errors;
 mod expander;
 mod kv;
 mod layout;
+mod sampling;
 
 use noria_core::{
     EventKind, FACT_FIELDS, FinishReason, KvEventKind, RECORD_FIELDS, flags, header,
@@ -45,6 +46,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu::measure_bandwidth, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::measure_fma, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::measure_int8, module)?)?;
+    module.add_function(wrap_pyfunction!(sampling::draw, module)?)?;
     module.add_function(wrap_pyfunction!(replay, module)?)?;
     module.add("RECORD_FIELDS", PyTuple::new(module.py(), RECORD_FIELDS)?)?;
     module.add("FACT_FIELDS", PyTuple::new(module.py(), FACT_FIELDS)?)?;

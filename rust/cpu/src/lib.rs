@@ -21,7 +21,9 @@
 
 mod attention;
 mod builder;
+mod draw;
 mod gemm;
+mod greedy;
 mod isa;
 mod kernels;
 mod kv;
@@ -37,6 +39,8 @@ mod tile;
 
 pub use attention::{AttentionOptions, Heads};
 pub use builder::{Builder, MatrixId, TableId, Value, VectorId};
+pub use draw::{draw, noise};
+pub use greedy::most_likely;
 pub use isa::{ISA_NAMES, ISA_VARIABLE, Isa, IsaError};
 pub use kv::{KvFormat, KvView};
 pub use limits::{fma_rate, int8_rate, read_bandwidth};
