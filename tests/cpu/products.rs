@@ -118,7 +118,8 @@ proptest! {
 
 #[test]
 fn a_row_has_the_same_bits_alone_and_beside_any_others_and_for_any_number_of_workers() {
-    let (num_in, num_out) = (200, 130);
+    // Panels for streams of two and some more, with any instruction set.
+    let (num_in, num_out) = (200, 450);
     let mut numbers = Numbers::new(1);
     let (x, weight) = (numbers.take(23 * num_in), numbers.take(num_out * num_in));
     for isa in isas() {
@@ -234,7 +235,7 @@ fn gguf_blocks_give_their_numbers_and_a_row_the_same_bits_beside_any_others() {
     let mut numbers = Numbers::new(9);
     for isa in isas() {
         for format in [Format::Q8_0, Format::Q4_0, Format::Q4_1] {
-            for (num_in, num_out) in [(32, 49), (96, 16), (64, 37), (576, 100)] {
+            for (num_in, num_out) in [(32, 49), (96, 16), (64, 450), (576, 100)] {
                 let (bytes, values) = blocks(format, num_out, num_in, &mut numbers);
                 let mut x = numbers.take(19 * num_in);
                 x[..num_in].iter_mut().for_each(|x| *x *= 1000.0); // a row's scale is its own

@@ -81,7 +81,7 @@ impl Builder {
             tables: Vec::new(),
             vectors: Vec::new(),
             matrices: Vec::new(),
-            pages: LargePages::new(),
+            pages: LargePages::new(0),
             shapes: Vec::new(),
             stages: Vec::new(),
             rotations: Vec::new(),

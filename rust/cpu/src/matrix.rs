@@ -5,7 +5,7 @@
 //! zero. So a product streams each panel once, in order, whatever the number of rows.
 
 use crate::Isa;
-use crate::memory::{Buffer, LargePages, Piece};
+use crate::memory::{LargePages, Piece};
 use crate::simd::{Bf16, Weight};
 
 /// How the numbers of a panel are stored.
@@ -26,6 +26,9 @@ pub enum Format {
     /// GGUF's blocks of 32: 4 bits a weight, a float16 scale and minimum.
     Q4_1,
 }
+
+/// Matrices of fewer bytes share large pages with others.
+const SHARES_PAGES: usize = 16 << 20;
 
 /// Weights of a GGUF block.
 pub(crate) const BLOCK: usize = 32;
@@ -62,32 +65,8 @@ pub struct Matrix {
     /// Columns of a panel.
     pub(crate) width: usize,
     panel_bytes: usize,
-    data: Data,
+    data: Piece,
     pub(crate) bias: Option<Vec<f32>>,
-}
-
-/// Where a matrix's panels lie.
-enum Data {
-    /// While they are packed.
-    Packed(Buffer),
-    /// Once they are a program's.
-    Kept(Piece),
-}
-
-impl Data {
-    fn as_ptr(&self) -> *const u8 {
-        match self {
-            Data::Packed(buffer) => buffer.as_ptr().cast(),
-            Data::Kept(piece) => piece.as_ptr(),
-        }
-    }
-
-    fn as_bytes_mut(&mut self) -> &mut [u8] {
-        match self {
-            Data::Packed(buffer) => buffer.as_bytes_mut(),
-            Data::Kept(_) => unreachable!("a program's weights stay as they are"),
-        }
-    }
 }
 
 /// Columns of a panel: the vectors that `kernels!` gives.
@@ -182,14 +161,15 @@ impl Matrix {
         matrix
     }
 
-    /// The same, in such pages.
+    /// The same, beside others where it fills few pages of its own.
     pub(crate) fn kept_in(mut self, pages: &mut LargePages) -> Matrix {
-        let num_bytes = self.num_bytes();
-        let piece = pages.copy_of(&self.data.as_bytes_mut()[..num_bytes]);
-        Matrix {
-            data: Data::Kept(piece),
-            ..self
+        let bytes = self.data.as_bytes();
+        if bytes.len() < SHARES_PAGES {
+            let mut data = pages.take(bytes.len());
+            data.as_bytes_mut().copy_from_slice(bytes);
+            self.data = data;
         }
+        self
     }
 
     /// Output features.
@@ -233,7 +213,7 @@ fn empty(
         num_in,
         width,
         panel_bytes,
-        data: Data::Packed(Buffer::zeroed(num_bytes.div_ceil(4))),
+        data: LargePages::new(num_bytes).take(num_bytes),
         bias: bias.map(<[f32]>::to_vec),
     }
 }
@@ -274,8 +254,10 @@ fn pack<E: Weight>(
 
 /// Each panel's bytes.
 fn panels(matrix: &mut Matrix) -> impl Iterator<Item = (usize, &mut [u8])> {
-    let (num_panels, panel_bytes) = (matrix.num_panels(), matrix.panel_bytes);
-    matrix.data.as_bytes_mut()[..num_panels * panel_bytes]
+    let panel_bytes = matrix.panel_bytes;
+    matrix
+        .data
+        .as_bytes_mut()
         .chunks_exact_mut(panel_bytes)
         .enumerate()
 }

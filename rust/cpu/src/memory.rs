@@ -44,12 +44,6 @@ impl Buffer {
     pub(crate) fn as_mut_ptr(&mut self) -> *mut f32 {
         self.lines.as_mut_ptr().cast()
     }
-
-    pub(crate) fn as_bytes_mut(&mut self) -> &mut [u8] {
-        let num_bytes = self.lines.len() * size_of::<Line>();
-        // SAFETY: the lines are that many initialised bytes, any bytes are lines, and the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), num_bytes) }
-    }
 }
 
 /// Bytes of a large page, on all CPUs that have kernels here.
@@ -66,21 +60,19 @@ pub(crate) struct LargePages {
 }
 
 impl LargePages {
-    /// None so far.
-    pub(crate) fn new() -> LargePages {
-        LargePages::with_room(0)
-    }
-
-    fn with_room(num_bytes: usize) -> LargePages {
+    /// With room for so many bytes, and more when they are used up.
+    pub(crate) fn new(num_bytes: usize) -> LargePages {
         let mapping = MmapOptions::new()
             .len(num_bytes + LARGE_PAGE)
             .map_anon()
             .unwrap_or_else(|error| {
                 panic!("the system does not give {num_bytes} bytes for weights: {error}")
             });
-        // A system without large pages, or that gives none, has small ones.
-        #[cfg(target_os = "linux")]
-        let _ = mapping.advise(memmap2::Advice::HugePage);
+        if num_bytes >= LARGE_PAGE {
+            // A system without large pages, or that gives none, has small ones.
+            #[cfg(target_os = "linux")]
+            let _ = mapping.advise(memmap2::Advice::HugePage);
+        }
         let used = mapping.as_ptr().align_offset(LARGE_PAGE);
         LargePages {
             mapping: Arc::new(MmapRaw::from(mapping)),
@@ -88,39 +80,49 @@ impl LargePages {
         }
     }
 
-    /// A copy of some bytes, from a cache line on.
-    pub(crate) fn copy_of(&mut self, bytes: &[u8]) -> Piece {
-        if self.mapping.len() - self.used < bytes.len() {
-            *self = LargePages::with_room(bytes.len().max(RESERVED));
+    /// So many bytes, zeros, from a cache line on.
+    pub(crate) fn take(&mut self, num_bytes: usize) -> Piece {
+        if self.mapping.len() - self.used < num_bytes {
+            *self = LargePages::new(num_bytes.max(RESERVED));
         }
         let start = self.mapping.as_mut_ptr().wrapping_add(self.used);
-        // SAFETY: so many bytes are left from there on, and nobody has seen them.
-        unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        self.used = (self.used + bytes.len())
+        self.used = (self.used + num_bytes)
             .next_multiple_of(size_of::<Line>())
             .min(self.mapping.len());
         Piece {
             start,
+            num_bytes,
             _mapping: Arc::clone(&self.mapping),
         }
     }
 }
 
-/// Bytes that are only read.
+/// Some bytes of large pages, nobody else's.
 pub(crate) struct Piece {
-    start: *const u8,
+    start: *mut u8,
+    num_bytes: usize,
     /// Lives as long.
     _mapping: Arc<MmapRaw>,
 }
 
-// SAFETY: nobody writes the bytes.
+// SAFETY: the bytes are its own.
 unsafe impl Send for Piece {}
-// SAFETY: as above.
+// SAFETY: as above, and they are written by who has the piece alone.
 unsafe impl Sync for Piece {}
 
 impl Piece {
     pub(crate) fn as_ptr(&self) -> *const u8 {
         self.start
+    }
+
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: the mapping has so many bytes from there on, all written, by the system at first.
+        unsafe { std::slice::from_raw_parts(self.start, self.num_bytes) }
+    }
+
+    pub(crate) fn as_bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.num_bytes) }
     }
 }
 
@@ -163,5 +165,32 @@ impl Rows {
         debug_assert!(width <= self.stride);
         // SAFETY: the caller's.
         unsafe { std::slice::from_raw_parts_mut(self.at(row), width) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_zeros_and_keep_their_bytes_whatever_comes_after_them() {
+        let mut pages = LargePages::new(0);
+        let sizes = [1, 64, 100_000, RESERVED - 100_000, RESERVED + 1, 3 << 20, 0];
+        let mut pieces = Vec::new();
+        for (number, &size) in (1..).zip(&sizes) {
+            let mut piece = pages.take(size);
+            assert!(piece.as_ptr().addr().is_multiple_of(size_of::<Line>()));
+            assert!(piece.as_bytes().iter().all(|&byte| byte == 0));
+            piece.as_bytes_mut().fill(number);
+            pieces.push(piece);
+        }
+        drop(pages);
+        for ((number, piece), &size) in (1..).zip(&pieces).zip(&sizes) {
+            assert_eq!(piece.as_bytes().len(), size);
+            assert!(
+                piece.as_bytes().iter().all(|&byte| byte == number),
+                "{size}"
+            );
+        }
     }
 }
