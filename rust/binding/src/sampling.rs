@@ -10,6 +10,10 @@ use crate::arrays;
 /// Draws a place of each row.
 #[pyfunction]
 #[pyo3(signature = (weights, masses, seeds, positions, attempt, rows=None, floor=None))]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "rows of weights, and what chooses in them"
+)]
 pub(crate) fn draw<'py>(
     py: Python<'py>,
     weights: &Bound<'py, PyAny>,
