@@ -38,6 +38,7 @@ NULL = ("bench", "throughput", "--null-runner", "--num-requests", "4")
         ((*NULL, "--max-num-batched-tokens", "4"), ("max_num_batched_tokens", "4", "16")),
         ((*NULL, "--repeat", "0"), ("repeat", "0")),
         ((*NULL, "--seed", "-1"), ("seed", "-1")),
+        ((*NULL, "--vocab-size", "0"), ("vocab_size", "0")),
         ((*NULL, "--vocab-size", "1"), ("vocab_size", "1")),
         ((*NULL, "--vocab-size", "99999999999"), ("vocab_size", "99999999999", "2147483647")),
         ((*NULL, "--num-kv-blocks", "1"), ("workload entry 0", "KV blocks", "1")),

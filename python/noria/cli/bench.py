@@ -123,7 +123,8 @@ def throughput(
             "give a MODEL, or --null-runner to count steps without one", name="MODEL", value=None
         )
     _refuse_unused(model, null_runner, vocab_size, workload_flags, model_flags)
-    loaded = _load(model, null_runner, vocab_size or _DEFAULT_VOCAB_SIZE, workload_flags, model_flags)
+    size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    loaded = _load(model, null_runner, size, workload_flags, model_flags)
     configs = [
         _engine_config(model or "null", name, engine_flags, model_flags, loaded.max_model_len)
         for name in names
