@@ -15,10 +15,10 @@ import torch
 from noria.answers import Answer, AnswerWriter
 from noria.config import EngineConfig, model_path, torch_device
 from noria.engine import Engine, start_engine
-from noria.errors import ConfigError, RejectedError
+from noria.errors import ConfigError, RejectedError, TokenOutOfRangeError
 from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_cache import KvCache
-from noria.loading import is_gguf
+from noria.loading import is_gguf, read_model_config
 from noria.loading.gguf_file import GgufFile
 from noria.memory import kv_memory_budget
 from noria.models import Model, load_model
@@ -94,6 +94,8 @@ class Assembly:
         where = torch_device(config.device)
         # A header holds the whole vocabulary: it is read once, for both.
         file = GgufFile(path) if is_gguf(path) else None
+        if file is None:
+            read_model_config(path)  # without which a folder is no model: that comes first
         # The tokenizer is read first: it takes no time, and its errors need not wait for the weights.
         self.tokenizer: Tokenizer | None = None if config.skip_tokenizer_init else load_tokenizer(path, file)
         self.model: Model = load_model(
@@ -111,8 +113,6 @@ class Assembly:
             f"backend: {self.model.backend_reason}; {self.model.linear_kernel}",
             *self.resolved_config.notes,
         )
-        for note in notes:
-            print(note, file=sys.stderr)
         self._eos_token_ids = frozenset(self.model.config.eos_token_ids)
         if self.tokenizer is not None:
             self._eos_token_ids |= set(self.tokenizer.eos_token_ids)
@@ -122,6 +122,8 @@ class Assembly:
             wakes_engine,
         )
         self.engine: Engine = self._start_engine(where)
+        for note in notes:  # they say what is, so not before a KV cache is found too large
+            print(note, file=sys.stderr)
 
     def _start_engine(self, device: torch.device) -> Engine:
         core = self.resolved_config.core()
@@ -192,6 +194,17 @@ class Assembly:
             RejectedError: it can never run.
             EngineDeadError: the engine takes no more work.
         """
+        try:
+            self._submit(asked, children)
+        except TokenOutOfRangeError as error:
+            if error.limit is not None or not isinstance(error.value, int):
+                raise
+            # An id that no core can hold, so that the engine refused it.
+            size = self.model.config.vocab_size
+            message = f"{error}, which has ids 0 to {size - 1}"
+            raise TokenOutOfRangeError(message, value=error.value, limit=size) from None
+
+    def _submit(self, asked: Asked, children: list[Submitted]) -> None:
         plan, token_ids = asked.plan, asked.token_ids
         params = plan.params
         seed = request_seed(self.config.seed, asked.number) if params.seed is None else params.seed

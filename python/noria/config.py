@@ -22,6 +22,7 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 BACKENDS = ("auto", "torch", "cpu")
 QUANTIZATIONS = (None, "int8")
 BATCHINGS = ("continuous", "padded", "gang")
+MAX_NUM_SEQS = 2**20
 _MAX_STEP_MS = 2**20
 
 
@@ -196,7 +197,7 @@ class EngineConfig:
             )
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2, 2**30)
-        _require_int("max_num_seqs", self.max_num_seqs, 1, 2**20)
+        _require_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**30)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -207,7 +208,8 @@ class EngineConfig:
             )
         _require_int("block_size", self.block_size, 1, 4096)
         if self.num_kv_blocks is not None:
-            _require_int("num_kv_blocks", self.num_kv_blocks, 1, 2**30)
+            # Slots are 32-bit numbers.
+            _require_int("num_kv_blocks", self.num_kv_blocks, 1, min(2**30, (2**31 - 1) // self.block_size))
         if self.kv_cache_memory_bytes is not None:
             _require_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**62)
             if self.num_kv_blocks is not None:

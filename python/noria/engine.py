@@ -18,15 +18,14 @@ from noria._core import Core
 from noria.errors import ConfigError, NoriaError, RejectedError, TokenOutOfRangeError
 from noria.hints import NO_HINTS, SchedulingHints
 from noria.kv_stats import KvEvents, KvStats
+from noria.masks import MaskKeeper
 from noria.outputs import Events
 from noria.policy import PolicyFailedError, PolicyFunction, PolicyKeeper
 from noria.runner.base import (
     DraftProvider,
     Executor,
-    HostMasks,
     KvMemory,
     MaskProvider,
-    MaskRequest,
     SeatInit,
     StepResult,
     StepRunner,
@@ -106,7 +105,7 @@ class Engine:
         self._runner = runner
         self._ring = ring
         self._depth = len(ring) - 1
-        self._mask_provider = mask_provider
+        self._masks = None if mask_provider is None else MaskKeeper(mask_provider)
         self._draft_provider = draft_provider
         self._kv_memory = kv_memory
         self._policy = None if policy is None else PolicyKeeper(core, policy)
@@ -231,7 +230,7 @@ class Engine:
             EngineDeadError: the engine takes no more work.
         """
         self._require_usable()
-        if host_masked and self._mask_provider is None:
+        if host_masked and self._masks is None:
             raise RejectedError("host_masked is set, but the engine has no mask_provider", value=host_masked)
         now_us = _now_us()
         was_idle = not self.has_work
@@ -458,17 +457,12 @@ class Engine:
         if held is None or self._in_flight[0] is not held:
             return
         request = self._seats.mask_request(held.step, self._ring[held.buffer_index])
-        masks = None if request is None else self._masks(request)
+        masks = None
+        if request is not None:
+            assert self._masks is not None  # `submit` refuses masked requests without it
+            masks = self._masks.masks(request)
         self._held = None
         self._runner.sample(held.step, masks)
-
-    def _masks(self, request: MaskRequest) -> HostMasks | None:
-        assert self._mask_provider is not None  # `submit` refuses masked requests without one
-        try:
-            return self._mask_provider(request)
-        except Exception:  # noqa: BLE001  whatever it raises ends the requests it was asked about
-            _log.warning("the mask provider failed; %d requests end", len(request.rows), exc_info=True)
-            return None
 
     def _take_result(self, result: StepResult) -> None:
         oldest = self._in_flight.popleft()
@@ -510,7 +504,8 @@ class Engine:
             self._num_scored -= self._requests.pop(handle).is_scored
         self._log.forget(finished[:, 0])
         for handle in finished[finished[:, 2] == _core.ERROR, 0].tolist():
-            self._causes.setdefault(handle, error_cause)
+            unmasked = None if self._masks is None else self._masks.take_cause(handle)
+            self._causes.setdefault(handle, unmasked or error_cause)
 
     # ---- failure and end
 

@@ -58,8 +58,12 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[object]:
     return list(prompts)
 
 
-def read_prompt(prompt: object) -> Prompt:
+def read_prompt(prompt: object, what: str = "a prompt") -> Prompt:
     """One prompt, in one of its shapes, or as it was read before.
+
+    Args:
+        prompt: of any kind.
+        what: what an error calls it.
 
     Raises:
         RejectedError: it has none of them.
@@ -69,8 +73,8 @@ def read_prompt(prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(text=prompt, token_ids=None)
     if isinstance(prompt, Mapping):
-        return _read_mapping(prompt)
-    return Prompt(text=None, token_ids=_read_ids(prompt))
+        return _read_mapping(prompt, what)
+    return Prompt(text=None, token_ids=_read_ids(prompt, what))
 
 
 def tokenize_prompts(
@@ -167,29 +171,29 @@ def _encoded_alone(tokenizer: "Tokenizer", text: str) -> list[int] | RejectedErr
         return error
 
 
-def _read_mapping(prompt: Mapping[object, object]) -> Prompt:
+def _read_mapping(prompt: Mapping[object, object], what: str) -> Prompt:
     unknown = [key for key in prompt if key not in _KEYS]
     if unknown:
         raise RejectedError(
-            f"a prompt has the key {unknown[0]!r}; it may have {' and '.join(_KEYS)}", value=unknown[0]
+            f"{what} has the key {unknown[0]!r}; it may have {' and '.join(_KEYS)}", value=unknown[0]
         )
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
-        raise RejectedError(f"a prompt has none of the keys {' and '.join(_KEYS)}", value=dict(prompt))
+        raise RejectedError(f"{what} has none of the keys {' and '.join(_KEYS)}", value=dict(prompt))
     if text is not None and not isinstance(text, str):
         raise RejectedError(f"prompt is of type {type(text).__name__}; it must be a text", value=text)
-    return Prompt(text=text, token_ids=None if ids is None else _read_ids(ids))
+    return Prompt(text=text, token_ids=None if ids is None else _read_ids(ids, what))
 
 
-def _read_ids(ids: object) -> list[int]:
+def _read_ids(ids: object, what: str) -> list[int]:
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise RejectedError(f"a prompt is of type {type(ids).__name__}; it must be {_SHAPES}", value=ids)
+        raise RejectedError(f"{what} is of type {type(ids).__name__}; it must be {_SHAPES}", value=ids)
     for place, token_id in enumerate(ids):
         if not _is_int(token_id):
             raise RejectedError(
-                f"token id {place} of a prompt is {token_id!r}; it must be an integer", value=token_id
+                f"token id {place} of {what} is {token_id!r}; it must be an integer", value=token_id
             )
     return [int(token_id) for token_id in ids]
 

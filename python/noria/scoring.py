@@ -62,7 +62,7 @@ def scored_tokens(prompt: object, continuation: object, tokenizer: "Tokenizer | 
                 limit=2,
             )
         return Scored(ids, 1)
-    followed, more = _read(continuation, tokenizer)
+    followed, more = _read(continuation, tokenizer, "its continuation")
     if (given is None) != (followed is None):
         raise RejectedError(
             "the prompt and its continuation must both be texts, or both token ids", value=continuation
@@ -82,9 +82,11 @@ def scored_tokens(prompt: object, continuation: object, tokenizer: "Tokenizer | 
     return Scored(whole, first)
 
 
-def _read(prompt: object, tokenizer: "Tokenizer | None") -> tuple[str | None, list[int]]:
-    """Its text, if it is one, and its token ids."""
-    read = read_prompt(prompt)
+def _read(
+    prompt: object, tokenizer: "Tokenizer | None", what: str = "a prompt"
+) -> tuple[str | None, list[int]]:
+    """Its text, if it is one, and its token ids; errors say `what` it is."""
+    read = read_prompt(prompt, what)
     if read.token_ids is not None:
         return None, read.token_ids
     if tokenizer is None:

@@ -106,6 +106,11 @@ class EngineStats:
         return self.num_rows - self.num_ghost_rows - self.num_padding_rows
 
     @property
+    def num_chunk_rows(self) -> int:
+        """Useful rows that sampled nothing: a prompt's chunks before its last."""
+        return self.num_rows - self.num_sample_rows - self.num_padding_rows
+
+    @property
     def seat_occupancy(self) -> float:
         """Share of seats held by a request, over all steps; 0 before the first."""
         return self.seat_steps / self.available_seat_steps if self.available_seat_steps else 0.0

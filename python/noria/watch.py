@@ -212,6 +212,8 @@ def _process(
     shape = logits.shape
     for processor in processors:
         logits = processor(output_ids, logits)
-    if logits.shape != shape:
-        raise SamplingParamsError(f"a logits processor gave {list(logits.shape)} logits for {list(shape)}")
+        given = getattr(logits, "shape", None)
+        if given != shape:
+            what = type(logits).__name__ if given is None else f"{list(given)} logits"
+            raise SamplingParamsError(f"it gave {what} where it must give {list(shape)} logits")
     return logits

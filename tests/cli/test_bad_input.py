@@ -38,6 +38,7 @@ NULL = ("bench", "throughput", "--null-runner", "--num-requests", "4")
         ((*NULL, "--max-num-batched-tokens", "4"), ("max_num_batched_tokens", "4", "16")),
         ((*NULL, "--repeat", "0"), ("repeat", "0")),
         ((*NULL, "--seed", "-1"), ("seed", "-1")),
+        ((*NULL, "--vocab-size", "0"), ("vocab_size", "0")),
         ((*NULL, "--vocab-size", "1"), ("vocab_size", "1")),
         ((*NULL, "--vocab-size", "99999999999"), ("vocab_size", "99999999999", "2147483647")),
         ((*NULL, "--num-kv-blocks", "1"), ("workload entry 0", "KV blocks", "1")),
@@ -64,12 +65,76 @@ NULL = ("bench", "throughput", "--null-runner", "--num-requests", "4")
         (("bench", "peers", "--gguf", "no/such.gguf", "--run", "noria"), ("--gguf", "no/such.gguf")),
         (("demo", "--num-prompts", "65"), ("--num-prompts", "65", "64")),
         (("demo", "--model", "no/such/model"), ("no/such/model",)),
+        (("models", "m", "--memory", "-3GiB"), ("--memory is '-3GiB'; give a size as 8GiB",)),
+        (("models", "--memory", "3GiB"), ("--memory is 3GiB; it needs a MODEL",)),
+        (("bench", "scheduler", "--running", "-4"), ("--running: -4 is below 1",)),
     ],
 )
 def test_a_bad_argument_is_named_in_one_line(noria, argv, says):
     complaint = noria(*argv).complaint
     for word in says:
         assert word in complaint
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ((*NULL, "--quantization", "int8"), "--quantization is int8; --null-runner computes nothing"),
+        (
+            ("bench", "throughput", "m", "--vocab-size", "10"),
+            "--vocab-size is 10; MODEL has a vocabulary of its own: leave --vocab-size out",
+        ),
+        (
+            (*NULL, "--workload", "w.json", "--output-max", "9"),
+            "--output-max is 9; --workload has the requests: leave --output-max out",
+        ),
+    ],
+)
+def test_a_flag_that_would_change_nothing_is_refused(noria, argv, says):
+    assert says in noria(*argv).complaint
+
+
+@pytest.mark.parametrize("text", ["1.5", "2.0", "1e3", "many", "0x", "", "½"])
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (("generate", "m", "hi"), "--n"),
+        (("generate", "m", "hi"), "--max-tokens"),
+        (("generate", "m", "hi"), "--top-k"),
+        (("generate", "m", "hi"), "--logprobs"),
+        (("chat", "m"), "--min-tokens"),
+        (("batch", "m", "in", "out"), "--max-num-seqs"),
+        (("demo",), "--num-prompts"),
+        (("bench", "throughput"), "--repeat"),
+        (("bench", "scheduler"), "--steps"),
+        (("bench", "cases"), "--num-requests"),
+        (("bench", "peers"), "--repeat"),
+    ],
+)
+def test_what_is_no_integer_is_refused_where_one_is_wanted(noria, command, flag, text):
+    assert noria(*command, f"{flag}={text}").complaint == f"noria: {flag}: {text!r} is not an integer"
+
+
+def test_integers_are_read_as_python_writes_them(noria):
+    for text in ("9", "+9", "0x9", "0_9"):
+        assert "depth is 9" in noria("bench", "throughput", "--null-runner", "--depth", text).complaint
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("generate", "m", "hi", "--json-schema="), "--json-schema is ''; give a file"),
+        (("generate", "m", "hi", "--grammar="), "--grammar is ''; give a file"),
+        (("env", "--output-json", ""), "--output-json is ''; give a file"),
+        (("bench", "throughput", "--null-runner", "--workload="), "--workload is ''; give a file"),
+        (("batch", "m", "", "out"), "REQUESTS is ''; give a file"),
+        (("generate", "", "hi"), "MODEL is ''; give a model's folder"),
+        (("models", ""), "MODEL is ''; give a model's folder"),
+        (("bench", "throughput", " "), "MODEL is ' '; give a model's folder"),
+    ],
+)
+def test_an_empty_path_is_not_taken_for_this_folder(noria, argv, says):
+    assert says in noria(*argv).complaint
 
 
 @pytest.mark.parametrize(
@@ -81,6 +146,10 @@ def test_a_bad_argument_is_named_in_one_line(noria, argv, says):
         (("--min-p", "1.5"), ("min_p", "1.5")),
         (("--max-tokens", "0"), ("max_tokens", "0")),
         (("--stop-token-ids", "1,a"), ("--stop-token-ids", "'a'")),
+        (("--stop-token-ids", ""), ("--stop-token-ids", "missing in ''")),
+        (("--stop-token-ids", "-1,2"), ("stop_token_ids[0]", "-1")),
+        (("--logit-bias", ""), ("--logit-bias", "missing in ''")),
+        (("--logit-bias", "1:2,,3:4"), ("--logit-bias", "missing in '1:2,,3:4'")),
     ],
 )
 def test_a_bad_sampling_flag_is_named_before_the_weights_are_read(noria, tmp_path, flags, says):
@@ -104,8 +173,27 @@ def test_a_token_outside_the_vocabulary_is_named(noria, tiny_llama):
     assert "99999" in finished.err.splitlines()[-1]
 
 
-def test_a_folder_that_is_no_model_is_named(noria, tmp_path):
-    assert str(tmp_path) in noria("generate", tmp_path, "hi").complaint
+@pytest.mark.parametrize("token_id", [10**20, -(10**20), 2**31, 99999])
+def test_a_token_outside_the_vocabulary_is_told_the_vocabulary(noria, tiny_llama, token_id):
+    last = noria("generate", tiny_llama, "--prompt-token-ids", f"5,{token_id}").err.splitlines()[-1]
+    assert str(token_id) in last
+    assert "ids 0 to " in last
+
+
+@pytest.mark.parametrize("value", ["0", "1048577", "100000000"])
+def test_the_number_of_seats_is_checked_though_one_prompt_needs_one(noria, tiny_llama, value):
+    complaint = noria("generate", tiny_llama, "hi", "--max-num-seqs", value).complaint
+    assert complaint == f"noria: max_num_seqs is {value}; it must be an integer from 1 to 1048576"
+
+
+def test_the_context_that_the_model_has_is_told_to_who_asks_for_more(noria, tiny_llama):
+    complaint = noria("generate", tiny_llama, "hi", "--max-model-len", "2000").complaint
+    assert complaint == "noria: max_model_len is 2000; the model's context is 1024 tokens"
+
+
+def test_a_folder_that_is_no_model_is_named_by_what_makes_it_none(noria, tmp_path):
+    complaint = noria("generate", tmp_path, "hi").complaint
+    assert complaint == f"noria: {tmp_path}/config.json: cannot be read (No such file or directory)"
 
 
 def test_a_missing_demo_model_comes_with_the_command_that_installs_it(noria, monkeypatch):

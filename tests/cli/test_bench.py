@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,9 +18,23 @@ BATCHINGS = ("continuous", "padded", "gang")
 VOCAB = 49_152
 
 
-def run_null(workload: Workload, *, seats: int, depth: int, batchings=BATCHINGS):
+def run_null(
+    workload: Workload,
+    *,
+    seats: int,
+    depth: int,
+    batchings: Sequence[str] = BATCHINGS,
+    max_num_batched_tokens: int = 2048,
+):
     configs = [
-        EngineConfig(model="null", batching=name, max_num_seqs=seats, depth=depth) for name in batchings
+        EngineConfig(
+            model="null",
+            batching=name,
+            max_num_seqs=seats,
+            max_num_batched_tokens=max_num_batched_tokens,
+            depth=depth,
+        )
+        for name in batchings
     ]
     start = null_engines(vocab_size=VOCAB, max_model_len=workload.static_reservation)
     return {run.batching: run for run in run_batchings(start, configs, workload)}
@@ -51,6 +66,18 @@ def test_every_batching_makes_the_same_tokens_and_only_padded_wastes_rows(depth)
         assert runs[name].num_ghost_rows == runs[name].num_padding_tokens == 0
         assert runs[name].num_rows_useful == runs[name].num_rows_computed
     assert runs["continuous"].seat_occupancy > runs["gang"].seat_occupancy
+
+
+@pytest.mark.parametrize("seats", [3, 16])
+def test_rows_are_useful_or_ghosts_or_padding_and_useful_ones_are_tokens_or_chunks(seats):
+    workload = synthetic_workload(40, vocab_size=VOCAB, seed=1)
+    runs = run_null(workload, seats=seats, depth=2, max_num_batched_tokens=200)
+    for run in runs.values():
+        wasted = run.num_ghost_rows + run.num_padding_rows
+        assert run.num_rows_computed == run.num_rows_useful + wasted
+        assert run.num_rows_useful == run.num_output_tokens + run.num_chunk_rows
+        assert run.num_chunk_rows > 0
+    assert runs["padded"].num_padding_rows > 0
 
 
 def test_fixed_lengths_are_no_slower_in_a_static_batch():

@@ -42,6 +42,13 @@ def test_a_budget_below_the_weights_holds_nothing(noria, tiny_llama):
     assert "nothing: the weights alone need" in facts(out)["what fits"]
 
 
+def test_quantised_weights_are_estimated_as_the_backend_here_keeps_them(noria, smollm2_path):
+    shown = facts(noria("models", smollm2_path, "--device", "cpu", "--memory", "5").out)
+    assert shown["backend"].strip().startswith("noria-cpu")
+    assert "of Q4_1" in shown["weights"]
+    assert "the weights alone need 200.1 MiB of 5 B" in shown["what fits"]
+
+
 def test_a_model_of_transformers_says_so(noria, tmp_path):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 

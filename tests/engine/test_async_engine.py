@@ -221,6 +221,7 @@ def test_a_bad_request_is_the_error_of_its_own_stream(run_async: Run) -> None:
             broken = await engine.generate([5], SamplingParams(logits_processors=[fails])).last()
             assert broken.outputs[0].finish_reason == "error"
             assert broken.error is not None
+            assert broken.error.startswith("its logits processor failed: ")
         with pytest.raises(TokenizerError, match="no chat template"):
             await engine.chat([{"role": "user", "content": "w5"}]).last()
         outputs = await asyncio.gather(*(stream.last() for stream in good))

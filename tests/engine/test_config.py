@@ -1,5 +1,7 @@
 """Configurations are checked once, and resolved once against a model."""
 
+import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,3 +208,12 @@ def test_the_older_kind_of_control_group_is_read_too(tmp_path: Path) -> None:
 def test_this_machine_has_memory() -> None:
     available = available_host_bytes()
     assert available is None or available > 2**20
+
+
+def test_every_option_is_in_the_readmes_table() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in readme.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    options = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    assert len(options) > 30
+    assert options <= told

@@ -53,6 +53,31 @@ def test_one_bad_prompt_is_named_and_none_is_run(
     assert ids([outputs[0], outputs[2]]) == ids(llm.generate([[5], [6]], GREEDY))
 
 
+def test_an_id_that_no_core_can_hold_is_told_the_vocabulary(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    for token_id in (97, 2**31, 2**80, -(2**80)):
+        with pytest.raises(TokenOutOfRangeError, match=rf"^prompt 0: .* {token_id}.* ids 0 to 96") as caught:
+            llm.generate([[5, token_id]], GREEDY)
+        assert (caught.value.value, caught.value.limit) == (token_id, 97)
+
+
+def test_a_kv_cache_is_not_announced_before_it_is_there(
+    make_llm: MakeLLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise ConfigError("no memory", name="num_kv_blocks", value=1)
+
+    with pytest.raises(ConfigError, match=r"num_kv_blocks is 536870912; .* 1 to 134217727"):
+        make_llm(num_kv_blocks=2**29)
+    with monkeypatch.context() as patched:
+        patched.setattr("noria.assembly.KvCache", refuses)
+        with pytest.raises(ConfigError, match="no memory"):
+            make_llm()
+    assert "KV cache" not in capsys.readouterr().err
+    make_llm()
+    assert "KV cache: 2 · " in capsys.readouterr().err
+
+
 def test_numbers_of_arguments_must_agree(llm: LLM) -> None:
     with pytest.raises(RejectedError, match="2 sampling_params were given for 3 prompts"):
         llm.generate([[5], [6], [7]], [GREEDY, GREEDY])

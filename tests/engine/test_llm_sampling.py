@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def test_a_conversation_is_answered_through_the_models_template(
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), ValueError("no")])
-def test_a_processor_that_raises_ends_its_own_answer(llm: LLM, error: BaseException) -> None:
+def test_a_processor_that_raises_ends_its_own_answer_and_tells_why(llm: LLM, error: BaseException) -> None:
     def fails(_ids: list[int], _row: Any) -> Any:
         raise error
 
@@ -269,6 +270,26 @@ def test_a_processor_that_raises_ends_its_own_answer(llm: LLM, error: BaseExcept
     broken = dataclasses.replace(free, logits_processors=[fails])
     outputs = llm.generate([[5], [6], [7]], [free, broken, free])
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    said = f": {error}" if str(error) else ""
+    assert outputs[1].error == f"its logits processor failed: {type(error).__name__}{said}"
+    assert [outputs[0].error, outputs[2].error] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("gives", "told"),
+    [
+        (lambda row: row[:3], r"failed: it gave \[3\] logits where it must give \[97\] logits"),
+        (lambda row: None, r"failed: it gave NoneType where it must give \[97\] logits"),
+        (lambda row: row * float("nan"), "its logits are not finite"),
+    ],
+)
+def test_a_processor_that_gives_no_logits_is_told_what_it_gave(
+    llm: LLM, gives: Callable[[Any], Any], told: str
+) -> None:
+    params = SamplingParams(max_tokens=5, logits_processors=[lambda ids, row: gives(row)])
+    (output,) = llm.generate([[5]], params)
+    assert output.error is not None
+    assert re.search(told, output.error)
 
 
 def test_an_interrupt_in_a_processor_reaches_the_caller_and_leaves_the_engine_whole(llm: LLM) -> None:

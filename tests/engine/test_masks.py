@@ -155,6 +155,8 @@ def test_a_provider_that_raises_ends_the_requests_it_was_asked_about(
         finished = run.finish_all()
     assert [answer.reason for answer in finished] == [_core.ERROR, _core.LENGTH]
     assert "no grammar" in caplog.text
+    cause = run.engine.take_cause(run.requests[0].handle)
+    assert cause == "its mask provider failed: ValueError: no grammar"
     run.assert_nothing_is_left()
 
 

@@ -239,7 +239,10 @@ def test_processors_edit_their_own_rows(llm: LLM) -> None:
     assert outputs[1].outputs[0].token_ids == [100, 101, 102, 103, 104, 105]
     assert seen == [list(range(100, 100 + num)) for num in range(6)]
     assert (outputs[2].outputs[0].finish_reason, len(outputs[2].outputs[0].token_ids)) == ("error", 2)
+    assert outputs[2].error == "its logits processor failed: ValueError: no more"
     assert outputs[3].outputs[0].finish_reason == "error"
+    assert outputs[3].error is not None
+    assert outputs[3].error.endswith("it gave [5] logits where it must give [49152] logits")
     assert outputs[0].outputs[0].token_ids[:2] == outputs[2].outputs[0].token_ids
     both = SamplingParams(
         max_tokens=20,

@@ -232,7 +232,7 @@ def test_a_path_that_holds_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_context_beyond_the_models_own_is_refused(directory: Path) -> None:
     assert load_model(directory, dtype=torch.float32, device=CPU, max_model_len=512).max_model_len == 512
-    with pytest.raises(ConfigError, match="max_model_len is 513; the model's context is 1 to 512 tokens"):
+    with pytest.raises(ConfigError, match="max_model_len is 513; the model's context is 512 tokens"):
         load_model(directory, dtype=torch.float32, device=CPU, max_model_len=513)
 
 
@@ -306,6 +306,14 @@ def test_a_safetensors_file_cut_anywhere_is_refused(directory: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ModelError, match=r"model\.safetensors: truncated or not a safetensors file"):
             load(directory)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_folder_in_a_files_place_is_called_one(directory: Path, name: str) -> None:
+    (directory / name).unlink()
+    (directory / name).mkdir()
+    with pytest.raises(ModelError, match=rf"{name}: (it is a folder|cannot be read \(Is a directory\))"):
+        load_model(directory, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_safetensors_file_with_a_corrupt_header_is_refused(directory: Path) -> None:

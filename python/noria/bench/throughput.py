@@ -62,10 +62,14 @@ class ThroughputRun:
         num_output_tokens: tokens given to requests.
         num_steps: steps of the engine.
         num_decode_steps: steps that sampled at least one row.
-        num_rows_computed: rows of all steps: padding's and ghosts' included.
-        num_rows_useful: of those, rows of a request that was still running.
+        num_rows_computed: rows of all steps: the useful ones, the ghosts' and padding's.
+        num_rows_useful: of those, rows of a request that was still running: one for each output token, and
+            `num_chunk_rows`.
+        num_chunk_rows: of those, rows that sampled nothing: a prompt's chunks before its last, where a step's
+            token budget cut it.
         useful_share: `num_rows_useful / num_rows_computed`.
         num_ghost_rows: rows of finished requests that a static batch computed all the same.
+        num_padding_rows: rows that fill one prompt each up to its gang's longest.
         num_padding_tokens: tokens that only fill prompts up to their gang's longest.
         num_tokens_computed: tokens of all rows.
         num_wasted_tokens: tokens sampled for requests that had ended.
@@ -95,8 +99,10 @@ class ThroughputRun:
     num_decode_steps: int
     num_rows_computed: int
     num_rows_useful: int
+    num_chunk_rows: int
     useful_share: float
     num_ghost_rows: int
+    num_padding_rows: int
     num_padding_tokens: int
     num_tokens_computed: int
     num_wasted_tokens: int
@@ -341,8 +347,10 @@ def _result(
         num_decode_steps=stats.num_decode_steps,
         num_rows_computed=stats.num_rows,
         num_rows_useful=stats.num_useful_rows,
+        num_chunk_rows=stats.num_chunk_rows,
         useful_share=stats.num_useful_rows / stats.num_rows,
         num_ghost_rows=stats.num_ghost_rows,
+        num_padding_rows=stats.num_padding_rows,
         num_padding_tokens=stats.num_padding_tokens,
         num_tokens_computed=stats.num_tokens,
         num_wasted_tokens=stats.num_wasted_tokens,

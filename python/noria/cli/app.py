@@ -8,6 +8,7 @@ from cyclopts import App
 
 from noria.cli import batch, bench, bench_cases, bench_peers, chat, demo, env, generate, models
 from noria.cli.overview import START_HERE, TITLE
+from noria.cli.values import check_values
 
 
 def build_app() -> App:
@@ -19,6 +20,7 @@ def build_app() -> App:
         help_format="plaintext",
         help_flags=["--help", "-h"],
         version=version,
+        config=check_values,
         suppress_keyboard_interrupt=False,  # `main` has an answer to it
     )
     _add(app, generate.generate, generate.EXAMPLES)

@@ -1,7 +1,7 @@
 """`noria bench`: what an engine and its decision core cost, with the peer or the limit beside it."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from noria.config import EngineConfig
 
 _DEFAULT_REQUESTS = 128
+_DEFAULT_VOCAB_SIZE = 49_152
 _PIPE_WIDTH = 120  # where there is no terminal to ask
 
 _OUTPUT_JSON_HELP = (
@@ -98,8 +99,12 @@ def throughput(
         bool, Parameter(negative="", help="Count steps without a model: times are then the engine's alone.")
     ] = False,
     vocab_size: Annotated[
-        int, Parameter(help="Token ids are below this; with --null-runner and no model only.")
-    ] = 49_152,
+        int | None,
+        Parameter(
+            help="Token ids are below this; with --null-runner and no model only. "
+            f"[default: {_DEFAULT_VOCAB_SIZE}]"
+        ),
+    ] = None,
     engine_flags: EngineFlags = _NO_ENGINE_FLAGS,
     model_flags: ModelFlags = _NO_MODEL_FLAGS,
     output_json: Annotated[Path | None, Parameter(allow_leading_hyphen=True, help=_OUTPUT_JSON_HELP)] = None,
@@ -117,21 +122,9 @@ def throughput(
         raise ConfigError(
             "give a MODEL, or --null-runner to count steps without one", name="MODEL", value=None
         )
-    if null_runner:
-        flags = {
-            "--dtype": model_flags.dtype,
-            "--kv-cache-dtype": model_flags.kv_cache_dtype,
-            "--device": model_flags.device,
-            "--backend": model_flags.backend,
-        }
-        for flag, value in flags.items():
-            if value != "auto":
-                raise ConfigError(
-                    f"{flag} is {value}; --null-runner computes nothing: leave {flag} out",
-                    name=flag,
-                    value=value,
-                )
-    loaded = _load(model, null_runner, vocab_size, workload_flags, model_flags)
+    _refuse_unused(model, null_runner, vocab_size, workload_flags, model_flags)
+    size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    loaded = _load(model, null_runner, size, workload_flags, model_flags)
     configs = [
         _engine_config(model or "null", name, engine_flags, model_flags, loaded.max_model_len)
         for name in names
@@ -152,11 +145,48 @@ def throughput(
     _report_throughput(console, output_json, runs, loaded, configs, engine_flags)
 
 
+def _refuse_unused(
+    model: str | None,
+    null_runner: bool,
+    vocab_size: int | None,
+    workload_flags: WorkloadFlags,
+    model_flags: ModelFlags,
+) -> None:
+    """Flags that would change nothing beside others are mistakes.
+
+    Raises:
+        ConfigError: one was given; it is named.
+    """
+    unused: list[tuple[str, object, str]] = []
+    if null_runner:
+        unused += [
+            (field.name, getattr(model_flags, field.name), "--null-runner computes nothing")
+            for field in fields(ModelFlags)
+            if field.name != "max_model_len"
+        ]
+    if model is not None:
+        unused.append(("vocab_size", vocab_size, "MODEL has a vocabulary of its own"))
+    if workload_flags.workload is not None:
+        unused += [
+            (field.name, getattr(workload_flags, field.name), "--workload has the requests")
+            for field in fields(WorkloadFlags)
+            if field.name not in ("workload", "num_requests")
+            and getattr(workload_flags, field.name) != field.default
+        ]
+    for name, value, why in unused:
+        if value not in (None, "auto"):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is {value}; {why}: leave {flag} out", name=flag, value=value)
+
+
 def scheduler(
     *,
     running: Annotated[
         str,
-        Parameter(help="Sequences that decode at once; several, separated by commas, are measured in turns."),
+        Parameter(
+            help="Sequences that decode at once; several, separated by commas, are measured in turns.",
+            allow_leading_hyphen=True,
+        ),
     ] = "64,256,1024,4096",
     steps: Annotated[int, Parameter(help="Timed steps a repeat; more steadies the figure.")] = 200,
     repeat: Annotated[int, Parameter(help="Repeats of each size; more shows the spread.")] = 5,

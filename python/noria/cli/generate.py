@@ -23,6 +23,7 @@ from noria.cli.options import (
     resolve_model,
 )
 from noria.cli.printed import print_all, print_errors, print_lines, print_logprobs
+from noria.config import MAX_NUM_SEQS
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def generate(
         Parameter(
             negative="",
             show_default=False,
+            allow_leading_hyphen=True,
             help="A prompt as token ids, comma-separated: 1,2,3; may be repeated.",
         ),
     ] = (),
@@ -137,8 +139,7 @@ def generate(
         backend=model_flags.backend,
         quantization=model_flags.quantization,
         max_model_len=model_flags.max_model_len,
-        # No more KV than needed; what is below 1 is refused.
-        max_num_seqs=min(engine_flags.max_num_seqs, max(1, len(given) * n)),
+        max_num_seqs=_num_seats(engine_flags.max_num_seqs, len(given) * n),
         max_num_batched_tokens=engine_flags.max_num_batched_tokens,
         block_size=engine_flags.block_size,
         num_kv_blocks=engine_flags.num_kv_blocks,
@@ -157,6 +158,12 @@ def generate(
             outputs = llm.generate(inputs, params)
             print_all(outputs, given)
         return EXIT_FAILED if print_errors(outputs, given) else 0
+
+
+def _num_seats(max_num_seqs: int, num_answers: int) -> int:
+    """No more than there is use for, as each takes KV; what is out of its range is left, to be refused."""
+    is_valid = 1 <= max_num_seqs <= MAX_NUM_SEQS
+    return min(max_num_seqs, max(1, num_answers)) if is_valid else max_num_seqs
 
 
 def _with_stdin(prompts: Sequence[str], json_lines: bool) -> "list[PromptInput]":

@@ -9,6 +9,8 @@ from noria.cli.options import KV_DTYPE_HELP, MODEL_HELP, DType, KvDType, package
 from noria.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from noria.models import ModelConfig
@@ -41,7 +43,8 @@ def models(
     memory: Annotated[
         str | None,
         Parameter(
-            help="What is to hold weights and KV cache, as 8GiB or 500MB. [default: what is available now]"
+            help="What is to hold weights and KV cache, as 8GiB or 500MB. [default: what is available now]",
+            allow_leading_hyphen=True,
         ),
     ] = None,
 ) -> None:
@@ -50,6 +53,11 @@ def models(
     Only headers are read: nothing is loaded.
     """
     budget = None if memory is None else parse_bytes(memory, "--memory")
+    if model is None:
+        given = {"--dtype": dtype, "--kv-cache-dtype": kv_cache_dtype, "--device": device, "--memory": memory}
+        for flag, value in given.items():
+            if value not in (None, "auto"):
+                raise ConfigError(f"{flag} is {value}; it needs a MODEL", name=flag, value=value)
     facts = supported() if model is None else about(model, dtype, kv_cache_dtype, device, budget)
     width = max(len(name) for name in facts)
     for name, value in facts.items():
@@ -88,7 +96,6 @@ def about(
         device: where it would run.
         budget: bytes for both; None: what is available.
     """
-    from noria.backends.torch.linear import chosen_kernel
     from noria.bench.report import format_bytes
     from noria.config import torch_device
     from noria.kv_cache import kv_bytes_per_block
@@ -100,17 +107,16 @@ def about(
     from noria.models.registry import implementation
 
     asked = packaged_model(model)
+    where = torch_device(device)
+    chosen, reason = chosen_dtype(dtype, where)
     with described_model(asked) as path:
         config = read_model_config(path)
         count = num_parameters(path, config)
-    where = torch_device(device)
-    chosen, reason = chosen_dtype(dtype, where)
-    weight_bytes = count * chosen.itemsize
+        by_format, backend = _weight_bytes(path, config, count, chosen, where)
+    weight_bytes = sum(by_format.values())
+    parts = [f"{format_bytes(num_bytes)} of {stored}" for stored, num_bytes in by_format.items()]
     weights = f"{count / 1e6:,.1f} million, {format_bytes(weight_bytes)}"
-    if config.tie_word_embeddings and not config.is_foreign and chosen_kernel(chosen, where).packs:
-        head_bytes = config.vocab_size * config.hidden_size * chosen.itemsize
-        weight_bytes += head_bytes
-        weights += f" and {format_bytes(head_bytes)} of the head, packed apart from the table it is tied to"
+    weights += f" ({', '.join(parts)})" if len(parts) > 1 else f" of {next(iter(by_format))}"
     stored = kv_dtype(kv_cache_dtype, chosen)
     token_bytes = kv_bytes_per_block(config, 1, stored)
     return {
@@ -124,12 +130,33 @@ def about(
         "context": f"{config.max_position_embeddings:,} tokens",
         "sampling": _sampling(config),
         "dtype": reason,
+        "backend": backend,
         "weights": weights,
         "KV of a token": f"{format_bytes(token_bytes)} (2 · {config.num_layers} layers · "
         f"{config.num_kv_heads} KV heads · {stored_formula(config.head_dim, stored)})",
         "KV of a context": format_bytes(token_bytes * config.max_position_embeddings),
         "what fits": _fitting(config, weight_bytes, token_bytes, budget, where),
     }
+
+
+def _weight_bytes(
+    path: "Path", config: "ModelConfig", num_parameters: int, dtype: "torch.dtype", device: "torch.device"
+) -> tuple[dict[str, int], str]:
+    """Bytes by number format as the backend holds them that would run here, and a clause on that backend."""
+    from noria.backends.choice import chosen_backend
+    from noria.backends.cpu.linear import BLOCK_KINDS
+    from noria.backends.torch.linear import chosen_kernel
+    from noria.loading.sizes import Storage, stored_bytes
+
+    name = str(dtype).removeprefix("torch.")
+    backend, reason = chosen_backend("auto", dtype, device, is_foreign=config.is_foreign)
+    if config.is_foreign:
+        return {name: num_parameters * dtype.itemsize}, reason
+    if backend == "cpu":
+        storage = Storage("float32", name, BLOCK_KINDS)
+    else:
+        storage = Storage(name, name, packs=chosen_kernel(dtype, device).packs)
+    return stored_bytes(path, config, storage), reason
 
 
 def _windows(config: "ModelConfig") -> str:

@@ -143,7 +143,10 @@ class SamplingFlags:
     ] = ()
     stop_token_ids: Annotated[
         str | None,
-        Parameter(help="Token ids that end the output too, comma-separated: 2,13. [default: none]"),
+        Parameter(
+            help="Token ids that end the output too, comma-separated: 2,13. [default: none]",
+            allow_leading_hyphen=True,
+        ),
     ] = None
     ignore_eos: Annotated[bool, Parameter(help="Go on past the end-of-sequence token, to --max-tokens.")] = (
         False
@@ -213,9 +216,13 @@ def parse_biases(text: str, flag: str) -> dict[int, float]:
     """Biases by token id from `"13:-100,5:2.5"`.
 
     Raises:
-        ConfigError: a piece is no id and number, or an id comes twice; names the flag.
+        ConfigError: a piece is no id and number, or is missing, or an id comes twice; names the flag.
     """
     biases: dict[int, float] = {}
+    if not all(piece.strip() for piece in text.split(",")):
+        raise ConfigError(
+            f"{flag}: a bias is missing in {text!r}; give ID:BIAS, separated by commas", name=flag, value=text
+        )
     for piece in text.replace(",", " ").split():
         token_id, _, bias = piece.partition(":")
         try:
@@ -246,7 +253,14 @@ def packaged_model(text: str) -> str:
 
     Raises:
         ModelError: the package is not installed.
+        ConfigError: MODEL is empty.
     """
+    if not text.strip():  # which Path takes for the current folder
+        raise ConfigError(
+            f"MODEL is {text!r}; give a model's folder, a .gguf file, or a hub's owner/name",
+            name="MODEL",
+            value=text,
+        )
     return str(find_smollm2()) if text == SMOLLM2_ALIAS and not Path(text).exists() else text
 
 

@@ -89,23 +89,33 @@ class GgufWeights:
         there = self._names.get(name)
         return None if there is None else self._file.tensors[there].shape
 
+    def block_kind(self, name: str, /) -> str | None:
+        """GGUF's name of a matrix's quantised type; None where it is not quantised, or not there."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        there = self._names.get(name)
+        if there is None:
+            return None
+        info = self._file.tensors[there]
+        kind = GGMLQuantizationType(info.ggml_type)
+        return None if len(info.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1 else kind.name
+
     def blocks(self, name: str) -> "Blocks | None":
         """A matrix's quantised blocks, rows as the checkpoint had them; None where it is not quantised."""
         import numpy as np
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         from noria.loading.weights import Blocks
 
+        kind = self.block_kind(name)
+        if kind is None:
+            return None
         there = self._names[name]
         info = self._file.tensors[there]
-        kind = GGMLQuantizationType(info.ggml_type)
-        if len(info.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1:
-            return None
         rows = np.frombuffer(self._file.tensor_bytes(there), dtype=np.uint8).reshape(info.shape[0], -1)
         heads = next((heads for part, heads in self._permuted.items() if part in name), None)
         if heads is not None:  # as in copy_into: blocks run along a row, so whole rows change places
             rows = rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-        return Blocks(kind.name, rows)
+        return Blocks(kind, rows)
 
     def copy_into(self, name: str, out: "torch.Tensor") -> None:
         """Dequantises a tensor into `out`, of the same shape, as the checkpoint had it.

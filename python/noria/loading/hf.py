@@ -85,6 +85,8 @@ class HfWeights:
         from safetensors import SafetensorError, safe_open
 
         path = self.path / name
+        if path.is_dir():  # of which safetensors says "No such device"
+            raise ModelError(f"{path}: it is a folder, where a safetensors file should be")
         try:
             self._files[name] = safe_open(path, framework="pt")
         except FileNotFoundError:
@@ -123,6 +125,9 @@ class HfWeights:
         if there is None:
             return None
         return tuple(self._files[self._where[there]].get_slice(there).get_shape())
+
+    def block_kind(self, _name: str, /) -> None:
+        """Checkpoints have none."""
 
     def blocks(self, _name: str, /) -> None:
         """Checkpoints have none."""

@@ -63,6 +63,9 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape; None where there is no such tensor."""
 
+    def block_kind(self, name: str, /) -> str | None:
+        """GGUF's name of a matrix's quantised type; None where it is not quantised, or not there."""
+
     def blocks(self, name: str) -> Blocks | None:
         """A matrix's quantised blocks as they are; None where it has none."""
 

@@ -170,7 +170,7 @@ def _length(max_model_len: int | None, config: ModelConfig) -> int:
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
         raise ConfigError(
-            f"max_model_len is {max_model_len}; the model's context is 1 to {limit} tokens",
+            f"max_model_len is {max_model_len}; the model's context is {limit} tokens",
             name="max_model_len",
             value=max_model_len,
         )
