@@ -1,6 +1,6 @@
 //! `draw`: rows of weights on the host, drawn from.
 
-use noria_cpu::noise;
+use noria_cpu::{DRAW_CHUNK, noise};
 use numpy::{Ix1, Ix2, PyArray1, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -46,7 +46,9 @@ pub(crate) fn draw<'py>(
         rows.map_or(num, <[_]>::len),
         floor.map_or(num, <[_]>::len),
     ];
-    if size == 0 || num_chunks != size.div_ceil(256) || lengths.iter().any(|&length| length != num)
+    if size == 0
+        || num_chunks != size.div_ceil(DRAW_CHUNK)
+        || lengths.iter().any(|&length| length != num)
     {
         return Err(PyValueError::new_err(format!(
             "masses has shape [{num}, {num_chunks}], which does not fit {size} weights a row and lengths {lengths:?}."

@@ -2,8 +2,8 @@
 //!
 //! There it is dozens of small tensor operations, which on a CPU cost more than what they compute.
 
-/// Places whose weights are summed; the chunk is found first, then the place inside it.
-const CHUNK: usize = 256;
+/// Places whose weights are summed for [`draw`]; the chunk is found first, then the place inside it.
+pub const DRAW_CHUNK: usize = 256;
 /// Units to a weight of 1.
 const SCALE: f64 = (1_u64 << 42) as f64;
 
@@ -36,7 +36,7 @@ pub fn noise(seed: i64, position: i64, attempt: u64) -> f64 {
 ///
 /// # Arguments
 /// * `weights` - from 0 to 1, one at least.
-/// * `masses` - of each chunk of 256 of them, in units of 2^-42, without those that do not count.
+/// * `masses` - of each chunk of them, in units of 2^-42, without those that do not count.
 /// * `noise` - in [0, 1).
 /// * `floor` - weights that are not above it do not count.
 #[must_use]
@@ -49,8 +49,8 @@ pub fn draw(weights: &[f32], masses: &[i64], noise: f64, floor: f32) -> usize {
     let (chunk, before) = place_of(masses.iter().copied(), target);
     let mass = masses[chunk];
 
-    let first = chunk * CHUNK;
-    let members = &weights[first..weights.len().min(first + CHUNK)];
+    let first = chunk * DRAW_CHUNK;
+    let members = &weights[first..weights.len().min(first + DRAW_CHUNK)];
     let counted = |weight: f32| {
         if weight > floor {
             f64::from(weight)

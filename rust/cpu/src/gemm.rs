@@ -15,7 +15,7 @@ use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
 use crate::simd::{Bf16, Simd, Weight};
-use crate::tile::{self, Prefetch, Tiles, store_tile};
+use crate::tile::{self, Prefetch, STREAMS, Tiles, store_tile};
 
 /// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
 /// each panel.
@@ -24,8 +24,6 @@ const MAX_ROWS: usize = 512;
 const NEAR_BYTES: usize = 64 << 10;
 /// Bytes that a worker takes at once for one row: enough that what a new stream costs is little.
 const STREAMED_BYTES: usize = 96 << 10;
-/// Panels that one row is multiplied with side by side, as memory answers several streams faster than one.
-const STREAMS: usize = 4;
 /// Bytes of a stream from what is multiplied to what is asked for.
 const AHEAD: usize = 512;
 /// Pairs of inputs between two looks at what is to be asked for.

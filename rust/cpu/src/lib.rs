@@ -39,7 +39,7 @@ mod tile;
 
 pub use attention::{AttentionOptions, Heads};
 pub use builder::{Builder, MatrixId, TableId, Value, VectorId};
-pub use draw::{draw, noise};
+pub use draw::{DRAW_CHUNK, draw, noise};
 pub use greedy::most_likely;
 pub use isa::{ISA_NAMES, ISA_VARIABLE, Isa, IsaError};
 pub use kv::{KvFormat, KvView};

@@ -13,8 +13,8 @@ use crate::simd::{self, INPUTS, Simd, Weight};
 
 /// Inputs between two looks at what is to be prefetched.
 pub(crate) const CHUNK: usize = 16;
-/// Places from which what is needed next is asked for side by side: memory answers several streams faster than one.
-const STREAMS: usize = 4;
+/// Places that are read, or asked for, side by side: memory answers several streams faster than one.
+pub(crate) const STREAMS: usize = 4;
 /// The most rows of a tile of attention: with two registers a row, 12 of AVX2's 16 hold sums.
 const MAX_ROWS: usize = 6;
 /// The most columns of a panel.
