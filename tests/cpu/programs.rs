@@ -112,6 +112,52 @@ fn ops_on_rows_are_their_formulas() {
 }
 
 #[test]
+fn rounded_values_are_read_by_several_products_and_by_other_ops() {
+    let mut numbers = Numbers::new(16);
+    let (x, weight) = (numbers.take(ROWS * WIDTH), numbers.take(WIDTH));
+    let identity: Vec<f32> = (0..WIDTH * WIDTH)
+        .map(|i| if i % (WIDTH + 1) == 0 { 1.0 } else { 0.0 })
+        .collect();
+    for isa in isas() {
+        for also_added in [false, true] {
+            let op = |b: &mut Builder, v| {
+                let mut v = v;
+                for _ in 0..3 {
+                    let weight = b.vector(weight.clone());
+                    let normed = b.rms_norm(v, weight, 1e-5);
+                    let map = |b: &mut Builder, format| {
+                        let map = b.matrix(Matrix::pack(isa, format, &identity, WIDTH, None));
+                        b.linear(normed, map)
+                    };
+                    let (first, second) = (map(b, Format::Int8), map(b, Format::Int8));
+                    let third = map(b, Format::F32);
+                    let sum = b.add(first, second);
+                    let sum = b.add(sum, third);
+                    v = if also_added { b.add(sum, normed) } else { sum };
+                }
+                v
+            };
+            let found = shown(isa, &x, WIDTH, op, WIDTH);
+            let mut wanted = Vec::new();
+            for (place, row) in x.chunks(WIDTH).enumerate() {
+                let mut row = each(row, |x| x);
+                for _ in 0..3 {
+                    let mean = row.iter().map(|x| x * x).sum::<f64>() / WIDTH as f64;
+                    let factor = if also_added { 4.0 } else { 3.0 } / (mean + 1e-5).sqrt();
+                    for (x, &w) in row.iter_mut().zip(&weight) {
+                        *x *= factor * f64::from(w);
+                    }
+                }
+                wanted.extend(row);
+                let alone = shown(isa, &x[place * WIDTH..][..WIDTH], WIDTH, op, WIDTH);
+                assert_eq!(alone, found[place * WIDTH..][..WIDTH], "{}", isa.name());
+            }
+            assert_close(&found, &wanted, 2e-4, isa.name());
+        }
+    }
+}
+
+#[test]
 fn what_is_no_number_stays_none() {
     let x = vec![f32::NAN; ROWS * 2 * WIDTH];
     for isa in isas() {

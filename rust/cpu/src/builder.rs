@@ -35,6 +35,8 @@ pub(crate) struct Shape {
     pub(crate) width: usize,
     /// A row for each wanted token; else for each token.
     pub(crate) is_logits: bool,
+    /// The largest whole number, and the value that the stage which makes this one rounds to whole numbers beside it.
+    pub(crate) quantised: Option<(f32, Value)>,
     /// The rows of a tile, and the value that the stage which makes this one lays by such tiles beside it.
     pub(crate) packed: Option<(usize, Value)>,
 }
@@ -127,6 +129,7 @@ impl Builder {
         self.shapes.push(Shape {
             width,
             is_logits,
+            quantised: None,
             packed: None,
         });
         Value(self.shapes.len() - 1)
@@ -174,13 +177,23 @@ impl Builder {
         let out = self.like(x);
         match self.stages.last() {
             // Rows that have just been made are laid out while they are there.
-            Some(stage) if stage.makes_rows_of(x) => {
+            Some(stage) if self.is_made_by(stage, x) => {
                 self.shapes[x.0].packed = Some((tile_rows, out));
             }
             _ => self.stages.push(Stage::Pack { x, tile_rows, out }),
         }
         self.last_packed = Some((x, tile_rows, out));
         out
+    }
+
+    /// Whether a stage makes a value row by row, or what it is quantised from.
+    fn is_made_by(&self, stage: &Stage, x: Value) -> bool {
+        let made = stage.rows_of();
+        let is_beside = self
+            .shape(made)
+            .quantised
+            .is_some_and(|(_, quantised)| quantised == x);
+        stage.makes_rows_of(if is_beside { made } else { x })
     }
 
     /// What a product reads: `x`, or `x` in whole numbers.
@@ -196,12 +209,21 @@ impl Builder {
             0
         };
         let num_words = 1 + shape.width.div_ceil(2) + num_blocks;
+        let limit = activation_limit(format, shape.width);
+        if let Some((known, out)) = shape.quantised
+            && known.to_bits() == limit.to_bits()
+            && self.shape(out).width == num_words
+        {
+            return out;
+        }
         let out = self.value(num_words, shape.is_logits);
-        self.stages.push(Stage::Quantise {
-            x,
-            limit: activation_limit(format, shape.width),
-            out,
-        });
+        match self.stages.last() {
+            // Rows that have just been made are rounded while they are there.
+            Some(stage) if stage.makes_rows_of(x) && shape.quantised.is_none() => {
+                self.shapes[x.0].quantised = Some((limit, out));
+            }
+            _ => self.stages.push(Stage::Quantise { x, limit, out }),
+        }
         out
     }
 

@@ -15,8 +15,8 @@ use crate::tile;
 pub(crate) struct Kernels {
     /// f32 in a vector.
     pub(crate) lanes: usize,
-    /// The most rows of a tile of numbers, and of one of whole numbers.
-    tile_rows: [usize; 2],
+    /// The most rows of a tile of numbers, of one of whole numbers, and of one of blocks of them.
+    tile_rows: [usize; 3],
     /// Multiplies with one panel.
     pub(crate) panel: unsafe fn(&Panel),
     /// Attends with one unit of work.
@@ -50,7 +50,11 @@ macro_rules! kernels {
 
             pub(super) static KERNELS: Kernels = Kernels {
                 lanes: S::LANES,
-                tile_rows: [tile::max_rows::<S, $vectors>(), tile::max_rows::<S, $pairs>()],
+                tile_rows: [
+                    tile::max_rows::<S, $vectors>(),
+                    tile::max_rows::<S, $pairs>(),
+                    tile::max_rows_with_totals::<S, $pairs>(),
+                ],
                 panel,
                 attend,
                 attend_chunk,
@@ -209,7 +213,12 @@ whole_kernels!(
 impl Kernels {
     /// The most rows of a tile of a product with such a matrix.
     pub(crate) fn tile_rows(&self, format: Format) -> usize {
-        self.tile_rows[usize::from(format.is_whole())]
+        let kind = match format {
+            Format::F32 | Format::Bf16 => 0,
+            Format::Int8 => 1,
+            Format::Q8_0 | Format::Q4_0 | Format::Q4_1 => 2,
+        };
+        self.tile_rows[kind]
     }
 
     /// The kernels of an instruction set.

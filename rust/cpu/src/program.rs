@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use crate::attention::{AttentionOptions, Heads, Scratch, Unit};
 use crate::builder::{Builder, MatrixId, Shape, Table, TableId, Value, VectorId};
+use crate::gemm;
 use crate::kernels::Kernels;
 use crate::kv::KvView;
 use crate::matrix::Matrix;
@@ -18,6 +19,9 @@ use crate::step::{Step, StepError};
 
 mod plan;
 mod run;
+
+/// The most rows of a tile.
+const MAX_TILE_ROWS: usize = 8;
 
 /// What workers do together, before any of them goes on.
 #[derive(Clone, Copy, Debug)]
@@ -174,7 +178,7 @@ impl Stage {
     }
 
     /// The value whose rows it makes, or changes.
-    fn rows_of(&self) -> Value {
+    pub(crate) fn rows_of(&self) -> Value {
         match *self {
             Stage::Embed { out, .. }
             | Stage::Norm { out, .. }
@@ -344,6 +348,7 @@ pub struct Program {
     stages: Vec<Stage>,
     /// By value; the result's is the first.
     slot_of: Vec<usize>,
+    is_passed_on: Vec<bool>,
     slots: Vec<Slot>,
     /// By value, of the running step.
     rows: Vec<Rows>,
@@ -366,8 +371,10 @@ struct WorkerScratch {
     /// Whose it is.
     worker: usize,
     attention: Scratch,
-    /// A panel of whole numbers, expanded to 16 bits.
+    /// What products take.
     panel: Buffer,
+    /// A tile's rows, and the same in whole numbers: what is only laid out needs no place of its own.
+    tile: [Buffer; 2],
 }
 
 /// One buffer that values share, one after another.
@@ -411,14 +418,10 @@ impl Program {
             max_queries: heads.iter().map(|h| h.max_queries()).min().unwrap_or(1),
             ..AttentionPlan::default()
         };
-        let whole = builder
-            .matrices
-            .iter()
-            .filter(|matrix| matrix.format.is_whole());
-        let expanded = whole
-            .map(|matrix| matrix.num_in.div_ceil(2) * matrix.width)
-            .max()
-            .unwrap_or(0);
+        let panel_words = builder.matrices.iter().map(gemm::scratch_words);
+        let panel_words = panel_words.max().unwrap_or(0);
+        let widest = builder.shapes.iter().map(|shape| row_stride(shape.width));
+        let tile_words = MAX_TILE_ROWS * widest.max().unwrap_or(0);
         Ok(Program {
             kernels: Kernels::of(builder.isa),
             num_logits_columns: builder.shapes[result.0].width,
@@ -432,12 +435,14 @@ impl Program {
                 .map(|worker| WorkerScratch {
                     worker,
                     attention: Scratch::new(heads.iter().copied()),
-                    panel: Buffer::zeroed(expanded),
+                    panel: Buffer::zeroed(panel_words),
+                    tile: [Buffer::zeroed(tile_words), Buffer::zeroed(tile_words)],
                 })
                 .collect(),
             tables: builder.tables,
             vectors: builder.vectors,
             matrices: builder.matrices,
+            is_passed_on: is_passed_on(&builder.stages, builder.shapes.len()),
             shapes: builder.shapes,
             stages: builder.stages,
             rows: vec![Rows::new(std::ptr::null_mut(), 0); slot_of.len()],
@@ -555,7 +560,7 @@ impl Program {
             vectors: &self.vectors,
             matrices: &self.matrices,
             shapes: &self.shapes,
-            slot_of: &self.slot_of,
+            is_passed_on: &self.is_passed_on,
             rows: &self.rows,
             shared_units: &self.shared_units,
             attention_units: &self.attention.units,
@@ -617,6 +622,19 @@ fn attended(stage: &Stage) -> Option<Heads> {
     }
 }
 
+/// Which values products alone read, if any stage does.
+fn is_passed_on(stages: &[Stage], num_values: usize) -> Vec<bool> {
+    let mut is_passed_on = vec![true; num_values];
+    for stage in stages {
+        if !matches!(stage, Stage::Multiply { .. }) {
+            for value in stage.inputs() {
+                is_passed_on[value.0] = false;
+            }
+        }
+    }
+    is_passed_on
+}
+
 /// Gives each value a slot; slot 0 is the result's.
 fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
     let num_values = builder.shapes.len();
@@ -647,9 +665,13 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
     let mut free: Vec<usize> = Vec::new();
     for (index, stage) in builder.stages.iter().enumerate() {
         let mut made = stage.outputs();
-        let packed = made.iter().filter_map(|out| builder.shapes[out.0].packed);
-        made.extend(packed.map(|(_, packed)| packed).collect::<Vec<_>>());
-        for out in made {
+        for place in 0.. {
+            let Some(out) = made.get(place) else { break };
+            let shape = builder.shapes[out.0];
+            made.extend(shape.quantised.map(|(_, quantised)| quantised));
+            made.extend(shape.packed.map(|(_, packed)| packed));
+        }
+        for &out in &made {
             if slot_of[out.0] != usize::MAX {
                 continue;
             }
@@ -667,14 +689,51 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
             slots[slot].width = slots[slot].width.max(shape.width);
             slot_of[out.0] = slot;
         }
-        let mut read = stage.inputs();
-        read.sort_unstable();
-        read.dedup();
-        for value in read {
-            if last_read[value.0] == index && slot_of[value.0] != 0 {
+        // What no later stage reads, what is quantised where it is made among it, is free again.
+        let mut used = stage.inputs();
+        used.extend(made);
+        used.sort_unstable();
+        used.dedup();
+        for value in used {
+            if last_read[value.0] <= index && slot_of[value.0] != 0 {
                 free.push(slot_of[value.0]);
             }
         }
     }
     (slot_of, slots)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use crate::matrix::Format;
+
+    #[test]
+    fn values_of_more_layers_take_no_more_slots() {
+        let num_slots = |format, num_layers| {
+            let mut builder = Builder::new(Isa::Portable).expect("portable is everywhere");
+            let table = builder.table(vec![1.0; 64], 32);
+            let weight = builder.vector(vec![1.0; 32]);
+            let mut x = builder.embed(table);
+            for _ in 0..num_layers {
+                let normed = builder.rms_norm(x, weight, 1e-5);
+                let map = Matrix::pack(Isa::Portable, format, &[0.5; 64 * 32], 32, None);
+                let map = builder.matrix(map);
+                let gate_up = builder.linear(normed, map);
+                let made = builder.silu_mul(gate_up);
+                let map = Matrix::pack(Isa::Portable, format, &[0.5; 32 * 32], 32, None);
+                let map = builder.matrix(map);
+                let made = builder.linear(made, map);
+                x = builder.add(x, made);
+            }
+            let head = Matrix::pack(Isa::Portable, format, &[0.5; 32 * 32], 32, None);
+            let head = builder.matrix(head);
+            let logits = builder.logits(x, head);
+            assign_slots(&builder, logits).1.len()
+        };
+        for format in [Format::F32, Format::Int8] {
+            assert_eq!(num_slots(format, 2), num_slots(format, 9), "{format:?}");
+        }
+    }
 }

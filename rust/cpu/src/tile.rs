@@ -67,6 +67,15 @@ pub(crate) const fn max_rows<S: Simd, const N: usize>() -> usize {
     if fit > 8 { 8 } else { fit }
 }
 
+/// The same where each block of inputs has sums of its own, beside their totals. AVX2's sixteen registers would hold too few
+/// sums to keep its multipliers busy: there totals go through memory.
+pub(crate) const fn max_rows_with_totals<S: Simd, const N: usize>() -> usize {
+    if S::NUM_REGISTERS < 32 {
+        return max_rows::<S, N>();
+    }
+    (S::NUM_REGISTERS - 1 - N) / (2 * N)
+}
+
 /// How rows are cut in tiles: as evenly as can be, for the sums of a tile of few rows would wait for themselves.
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles {

@@ -10,7 +10,7 @@ use crate::gemm;
 use crate::kernels::Kernels;
 use crate::kv::KvView;
 use crate::matrix::Matrix;
-use crate::memory::Rows;
+use crate::memory::{Buffer, Rows};
 use crate::step::Step;
 use crate::tile::{self, Tiles};
 
@@ -25,7 +25,7 @@ pub(super) struct Running<'a> {
     pub(super) vectors: &'a [Vec<f32>],
     pub(super) matrices: &'a [Matrix],
     pub(super) shapes: &'a [Shape],
-    pub(super) slot_of: &'a [usize],
+    pub(super) is_passed_on: &'a [bool],
     /// By value.
     pub(super) rows: &'a [Rows],
     /// By stage.
@@ -109,7 +109,7 @@ impl Running<'_> {
             Stage::Attend { .. } => (self.attention_units.len(), 1),
             _ => {
                 let value = stage.rows_of();
-                self.units_of_tiles(value, self.packed(value).map_or(1, |(rows, _)| rows))
+                self.units_of_tiles(value, self.packed(value).map_or(1, |(rows, ..)| rows))
             }
         }
     }
@@ -124,11 +124,13 @@ impl Running<'_> {
         (num_tiles.div_ceil(tiles), tiles)
     }
 
-    /// What a value is laid out in by the stage that makes it: one row needs none.
-    fn packed(&self, value: Value) -> Option<(usize, Value)> {
-        self.shapes[value.0]
+    /// What is laid out by the stage that makes a value, it or what it is rounded to, and in what: one row needs none.
+    fn packed(&self, value: Value) -> Option<(usize, Value, Value)> {
+        let from = self.shapes[value.0].quantised.map_or(value, |(_, to)| to);
+        self.shapes[from.0]
             .packed
             .filter(|_| self.num_rows(value) > 1)
+            .map(|(rows, packed)| (rows, from, packed))
     }
 
     /// Does units of a stage until none is left.
@@ -165,14 +167,12 @@ impl Running<'_> {
             Stage::Pack { x, tile_rows, out } => {
                 let tiles = Tiles::new(self.num_rows(x), tile_rows);
                 let (num_units, at_once) = self.units_of(stage);
-                loop {
-                    let unit = units.take();
-                    if unit >= num_units {
-                        return;
-                    }
-                    for tile in unit * at_once..tiles.len().min((unit + 1) * at_once) {
+                let from = (self.at(x), self.width(x));
+                while let Some(unit) = units.take_of_share(scratch.worker, num_units, 1) {
+                    for tile in unit.start * at_once..tiles.len().min(unit.end * at_once) {
+                        let rows = tiles.first(tile)..tiles.first(tile + 1);
                         // SAFETY: the caller's; the tile's rows are this worker's.
-                        unsafe { self.pack(x, tiles.first(tile)..tiles.first(tile + 1), out) };
+                        unsafe { self.pack(from, rows, out) };
                     }
                     units.finish();
                 }
@@ -198,26 +198,12 @@ impl Running<'_> {
             }
             _ => {
                 let value = stage.rows_of();
-                let (num_rows, packed) = (self.num_rows(value), self.packed(value));
+                let num_tiles = self.tiles_of(value).len();
                 let (num_units, at_once) = self.units_of(stage);
-                // Without a layout to make, a row is a tile.
-                let tiles = Tiles::new(num_rows, packed.map_or(1, |(rows, _)| rows));
-                loop {
-                    let unit = units.take();
-                    if unit >= num_units {
-                        return;
-                    }
-                    for tile in unit * at_once..tiles.len().min((unit + 1) * at_once) {
-                        let rows = tiles.first(tile)..tiles.first(tile + 1);
+                while let Some(unit) = units.take_of_share(scratch.worker, num_units, 1) {
+                    for tile in unit.start * at_once..num_tiles.min(unit.end * at_once) {
                         // SAFETY: the caller's; the unit's rows are this worker's.
-                        unsafe {
-                            for row in rows.clone() {
-                                self.row(stage, row);
-                            }
-                            if let Some((_, packed)) = packed {
-                                self.pack(value, rows, packed);
-                            }
-                        }
+                        unsafe { self.tile(stage, tile, &mut scratch.tile) };
                     }
                     units.finish();
                 }
@@ -225,11 +211,55 @@ impl Running<'_> {
         }
     }
 
+    /// Tiles that a value's rows are made in: without a layout to make, a row is one.
+    fn tiles_of(&self, value: Value) -> Tiles {
+        let rows = self.packed(value).map_or(1, |(rows, ..)| rows);
+        Tiles::new(self.num_rows(value), rows)
+    }
+
+    /// A tile's rows, and what is made of them beside.
+    ///
+    /// # Safety
+    /// As for `stage`; the rows are this worker's.
+    unsafe fn tile(&self, stage: &Stage, tile: usize, scratch: &mut [Buffer; 2]) {
+        let value = stage.rows_of();
+        let (packed, tiles) = (self.packed(value), self.tiles_of(value));
+        let rows = tiles.first(tile)..tiles.first(tile + 1);
+        // What is read only as it is laid out stays near this worker.
+        let [first, second] = scratch;
+        let place = |value: Value, near: &mut Buffer| {
+            if packed.is_some() && self.is_passed_on[value.0] {
+                let stride = self.at(value).stride();
+                let base = near.as_mut_ptr().wrapping_sub(rows.start * stride);
+                Rows::new(base, stride)
+            } else {
+                self.at(value)
+            }
+        };
+        let made = place(value, first);
+        let quantised = self.shapes[value.0]
+            .quantised
+            .map(|(limit, to)| (limit, place(to, second), self.width(to)));
+        // SAFETY: the rows are this worker's, and so is the scratch.
+        unsafe {
+            for row in rows.clone() {
+                self.row(stage, made, row);
+                if let Some((limit, to, width)) = quantised {
+                    let from = made.row(row, self.width(value));
+                    (self.kernels.quantise)(from, limit, to.row_mut(row, width));
+                }
+            }
+            if let Some((_, from, out)) = packed {
+                let at = quantised.map_or(made, |(_, to, _)| to);
+                self.pack((at, self.width(from)), rows, out);
+            }
+        }
+    }
+
     /// # Safety
     /// As for `stage`; the rows are this worker's, and a tile.
-    unsafe fn pack(&self, x: Value, rows: Range<usize>, out: Value) {
-        let width = self.width(x);
-        let (from, stride) = (self.at(x).at(rows.start), self.at(x).stride());
+    unsafe fn pack(&self, (x, width): (Rows, usize), rows: Range<usize>, out: Value) {
+        let (from, stride) = (x.at(rows.start), x.stride());
         // SAFETY: the rows are this worker's; a value by tiles takes no more place than one by rows.
         unsafe {
             let to = self.at(out).at(0).add(rows.start * width);
@@ -241,7 +271,7 @@ impl Running<'_> {
     ///
     /// # Safety
     /// As for `stage`; the row is this worker's.
-    unsafe fn row(&self, stage: &Stage, row: usize) {
+    unsafe fn row(&self, stage: &Stage, made: Rows, row: usize) {
         // SAFETY: the row is this worker's, and a stage's inputs and outputs lie in different slots (or are the same row,
         // read before it is written). Kernels are those of a CPU that was found to have them.
         unsafe {
@@ -282,7 +312,7 @@ impl Running<'_> {
                         (sin[place], cos[place]) = (s * scale, c * scale);
                     }
                 }
-                _ => self.rowwise(stage, row),
+                _ => self.rowwise(stage, made, row),
             }
         }
     }
@@ -291,13 +321,13 @@ impl Running<'_> {
     ///
     /// # Safety
     /// As for `row`.
-    unsafe fn rowwise(&self, stage: &Stage, row: usize) {
+    unsafe fn rowwise(&self, stage: &Stage, made: Rows, row: usize) {
         let out = stage.rows_of();
         let width = self.width(out);
         let kernels = self.kernels;
         // SAFETY: as in `stage`.
         unsafe {
-            let to = self.at(out).row_mut(row, width);
+            let to = made.row_mut(row, width);
             let of = |x: Value| self.at(x).row(row, self.width(x));
             match *stage {
                 Stage::Embed { table, .. } => {
@@ -331,11 +361,11 @@ impl Running<'_> {
                 Stage::SiluMul { x, .. } => (kernels.silu_mul)(of(x), to),
                 Stage::GeluMul { x, .. } => (kernels.gelu_mul)(of(x), to),
                 Stage::Scale { x, factor, .. } => {
-                    self.copy_unless_in_place(x, out, row);
+                    self.copy_unless_in_place(x, made, row);
                     (kernels.scale)(factor, to);
                 }
                 Stage::Softcap { x, cap, .. } => {
-                    self.copy_unless_in_place(x, out, row);
+                    self.copy_unless_in_place(x, made, row);
                     (kernels.softcap)(cap, to);
                 }
                 _ => unreachable!("no stage of one row to one row"),
@@ -345,14 +375,11 @@ impl Running<'_> {
 
     /// # Safety
     /// As for `stage`; the row is this worker's.
-    unsafe fn copy_unless_in_place(&self, x: Value, out: Value, row: usize) {
-        if self.slot_of[x.0] != self.slot_of[out.0] {
-            let width = self.width(out);
+    unsafe fn copy_unless_in_place(&self, x: Value, out: Rows, row: usize) {
+        let (from, to) = (self.at(x).at(row), out.at(row));
+        if from != to {
             // SAFETY: two slots; the row is this worker's.
-            unsafe {
-                let from = self.at(x).row(row, width);
-                self.at(out).row_mut(row, width).copy_from_slice(from);
-            }
+            unsafe { to.copy_from_nonoverlapping(from, self.width(x)) };
         }
     }
 

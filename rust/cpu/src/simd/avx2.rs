@@ -15,6 +15,7 @@ pub(crate) struct Avx2<const VNNI: bool>;
 impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const LANES: usize = 8;
     const NUM_REGISTERS: usize = 16;
+    const WIDENS_BESIDE: bool = true;
     type V = __m256;
     type I = __m256i;
 

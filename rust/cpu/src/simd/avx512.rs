@@ -16,6 +16,7 @@ pub(crate) struct Avx512<const VNNI: bool>;
 impl<const VNNI: bool> Simd for Avx512<VNNI> {
     const LANES: usize = 16;
     const NUM_REGISTERS: usize = 32;
+    const WIDENS_BESIDE: bool = false;
     type V = __m512;
     type I = __m512i;
 

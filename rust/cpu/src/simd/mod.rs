@@ -32,6 +32,8 @@ pub(crate) trait Simd: Sized {
     const LANES: usize;
     /// Vectors that fit in registers.
     const NUM_REGISTERS: usize;
+    /// Whether weights are widened beside multiplications, and not instead of some.
+    const WIDENS_BESIDE: bool;
     /// A vector.
     type V: Copy;
 
@@ -202,6 +204,10 @@ pub(crate) trait Weight: Element {
     const TOGETHER: usize;
     /// The weights of one of the inputs that lie together at `from`.
     unsafe fn columns<S: Simd, const N: usize>(from: *const Self, place: usize) -> [S::V; N];
+    /// Tiles from which on weights are expanded once for all of them.
+    const EXPANDED_FROM: usize;
+    /// The weights of some inputs as numbers, input after input.
+    unsafe fn expand<S: Simd, const N: usize>(from: *const Self, num_in: usize, to: *mut f32);
 }
 
 impl Weight for f32 {
@@ -213,6 +219,10 @@ impl Weight for f32 {
             columns[n] = S::load(from.add(n * S::LANES));
         }
         columns
+    }
+    const EXPANDED_FROM: usize = usize::MAX;
+    unsafe fn expand<S: Simd, const N: usize>(_from: *const f32, _num_in: usize, _to: *mut f32) {
+        unreachable!("they are as they are multiplied");
     }
 }
 
@@ -231,6 +241,18 @@ impl Weight for Bf16 {
             };
         }
         columns
+    }
+    const EXPANDED_FROM: usize = 6;
+    #[inline(always)]
+    unsafe fn expand<S: Simd, const N: usize>(from: *const Bf16, num_in: usize, to: *mut f32) {
+        let width = N * S::LANES;
+        for input in 0..num_in {
+            let pairs = from.add(input / 2 * 2 * width);
+            let columns = Self::columns::<S, N>(pairs, input % 2);
+            for n in 0..N {
+                S::store(to.add(input * width + n * S::LANES), columns[n]);
+            }
+        }
     }
 }
 

@@ -17,6 +17,7 @@ fn each(f: impl FnMut(usize) -> f32) -> V {
 impl Simd for Portable {
     const LANES: usize = LANES;
     const NUM_REGISTERS: usize = 16;
+    const WIDENS_BESIDE: bool = true;
     type V = V;
     type I = [i32; LANES]; // sums, or pairs of 16-bit numbers
 

@@ -1,0 +1,321 @@
+//! Products with packed matrices.
+//!
+//! The unit of work is a panel: all rows of the input times the panel's columns. Each worker takes panels of a part of its
+//! own, then of what others have left of theirs, and asks for the next one's lines while it multiplies: weights come from
+//! memory once a step, in order.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "kernels: their one contract is that the panel's pointers are valid for its sizes"
+)]
+
+use std::ops::Range;
+
+use crate::kernels::Kernels;
+use crate::matrix::{BLOCK, Format, Matrix};
+use crate::memory::Rows;
+use crate::program::Units;
+use crate::simd::{Bf16, Simd};
+use crate::tile::{Prefetch, STREAMS, Tiles, store_tile};
+
+use blocks::{Q4_0, Q4_1, Q8_0};
+
+/// Rows that are multiplied with a panel before the next: more do not stay near the core, and come from further away for
+/// each panel.
+const MAX_ROWS: usize = 512;
+/// Bytes that stay near the core while as many come.
+const NEAR_BYTES: usize = 64 << 10;
+/// Bytes that a worker takes at once for one row: enough that what a new stream costs is little.
+const STREAMED_BYTES: usize = 96 << 10;
+/// Bytes of a stream from what is multiplied to what is asked for.
+const AHEAD: usize = 512;
+/// Words of weights that several tiles are multiplied with before the next ones, where the first level holds them.
+const PART_WORDS: usize = 6144;
+
+/// Words that a product with such a matrix takes beside its input and output.
+pub(crate) fn scratch_words(matrix: &Matrix) -> usize {
+    MAX_ROWS * matrix.width + matrix.num_in.next_multiple_of(BLOCK) * matrix.width
+}
+
+/// Some panels of a product, side by side.
+#[derive(Clone, Copy)]
+pub(crate) struct Panel {
+    /// Rows by tiles: `[word][row of the tile]`, tile after tile.
+    pub(crate) x: *const f32,
+    /// Words of a row.
+    pub(crate) num_words: usize,
+    pub(crate) tiles: Tiles,
+    /// Those to multiply.
+    pub(crate) first_tile: usize,
+    pub(crate) last_tile: usize,
+    pub(crate) num_in: usize,
+    pub(crate) format: Format,
+    pub(crate) num_panels: usize,
+    /// Bytes from a panel to the next.
+    pub(crate) stride: usize,
+    pub(crate) weights: *const u8,
+    /// What comes next.
+    pub(crate) next: *const u8,
+    pub(crate) next_bytes: usize,
+    /// Of all the panels' columns, those that the matrix has.
+    pub(crate) num_columns: usize,
+    /// For each of these, or null.
+    pub(crate) bias: *const f32,
+    pub(crate) out: *mut f32,
+    pub(crate) out_stride: usize,
+    /// The worker's own: sums of the inputs so far, then weights of a part of them, expanded.
+    pub(crate) scratch: *mut f32,
+}
+
+impl Panel {
+    /// Some of the panels.
+    #[inline(always)]
+    unsafe fn part(&self, first: usize, num_panels: usize, width: usize) -> Panel {
+        let column = first * width;
+        Panel {
+            num_panels,
+            weights: self.weights.add(first * self.stride),
+            num_columns: (self.num_columns - column).min(num_panels * width),
+            out: self.out.add(column),
+            ..*self
+        }
+    }
+
+    fn num_rows(&self) -> usize {
+        self.tiles.first(self.last_tile) - self.tiles.first(self.first_tile)
+    }
+
+    fn num_tiles(&self) -> usize {
+        self.last_tile - self.first_tile
+    }
+
+    /// The sums of a row on, between two parts of the inputs.
+    #[inline(always)]
+    unsafe fn kept(&self, row: usize, width: usize) -> *mut f32 {
+        let row = row - self.tiles.first(self.first_tile);
+        self.scratch.add(row * width)
+    }
+
+    /// Where a part's weights are expanded.
+    #[inline(always)]
+    unsafe fn expanded(&self, width: usize) -> *mut f32 {
+        self.scratch.add(MAX_ROWS * width)
+    }
+
+    fn prefetch(&self, num_steps: usize) -> Prefetch {
+        Prefetch::new(self.next, self.next_bytes, num_steps)
+    }
+
+    /// Asks for so many bytes of `J` panels that lie `stride` bytes from one another, some time before they are read. At a
+    /// panel's end it is the next one's beginning.
+    #[inline(always)]
+    unsafe fn ask<S: Simd, const J: usize>(&self, stride: usize, done: usize, num_bytes: usize) {
+        let from = self.weights.wrapping_add(done + AHEAD);
+        for line in (0..num_bytes).step_by(64) {
+            for j in 0..J {
+                S::prefetch(from.wrapping_add(j * stride + line));
+            }
+        }
+    }
+}
+
+/// One row times panels, in streams: each of panels that lie one after another.
+macro_rules! row {
+    ($p:ident, $width:expr, $row:ident($($generic:ident),*)) => {{
+        let length = $p.num_panels / STREAMS;
+        for first in 0..length {
+            let part = $p.part(first, $p.num_panels - first, $width);
+            $row::<$($generic,)* STREAMS>(&part, length);
+        }
+        for first in length * STREAMS..$p.num_panels {
+            $row::<$($generic,)* 1>(&$p.part(first, 1, $width), 1);
+        }
+    }};
+}
+
+/// Rows by tiles, two at least and `$max` at most in each.
+macro_rules! tiles {
+    ($max:expr, $N:ident, $panel:expr, |$row:ident| $tile:ident($($generic:ident),*)($($argument:expr),*)) => {
+        for tile in $panel.first_tile..$panel.last_tile {
+            let $row = $panel.tiles.first(tile);
+            match $panel.tiles.first(tile + 1) - $row {
+                2 => $tile::<$($generic,)* 2, $N>($($argument),*),
+                3 => $tile::<$($generic,)* 3, $N>($($argument),*),
+                4 if const { $max >= 4 } => $tile::<$($generic,)* 4, $N>($($argument),*),
+                5 if const { $max >= 5 } => $tile::<$($generic,)* 5, $N>($($argument),*),
+                6 if const { $max >= 6 } => $tile::<$($generic,)* 6, $N>($($argument),*),
+                7 if const { $max >= 7 } => $tile::<$($generic,)* 7, $N>($($argument),*),
+                8 if const { $max >= 8 } => $tile::<$($generic,)* 8, $N>($($argument),*),
+                _ => unreachable!("no tile of so many rows"),
+            }
+        }
+    };
+}
+
+mod blocks;
+mod stored;
+mod whole;
+
+/// Writes one row of panels that lie so many from one another.
+#[inline(always)]
+unsafe fn store_row<S: Simd, const N: usize, const J: usize>(
+    p: &Panel,
+    step: usize,
+    row: &[[S::V; N]; J],
+) {
+    for j in 0..J {
+        let part = p.part(j * step, 1, N * S::LANES);
+        store_tile::<S, 1, N>(&[row[j]], part.out, 0, part.num_columns);
+    }
+}
+
+/// Parts of so many inputs, or pairs or blocks of them, each of so many words: about as long, and whole `multiple`s. AVX2
+/// multiplies so slowly that the second level keeps up: all is one part there.
+fn parts_of<S: Simd>(
+    num: usize,
+    words: usize,
+    multiple: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let num_parts = if S::WIDENS_BESIDE {
+        1
+    } else {
+        (num * words).div_ceil(PART_WORDS)
+    };
+    let size = num.div_ceil(num_parts).next_multiple_of(multiple);
+    (0..num)
+        .step_by(size)
+        .map(move |first| first..num.min(first + size))
+}
+
+/// A tile's rows in whole numbers, side by side: of each row a scale, pairs of 16-bit numbers, and sums of blocks.
+struct Words<const R: usize> {
+    scales: *const f32,
+    pairs: *const f32,
+    /// Of blocks.
+    sums: *const f32,
+}
+
+impl<const R: usize> Words<R> {
+    #[inline(always)]
+    unsafe fn of(p: &Panel, row: usize) -> Words<R> {
+        let scales = p.x.add(row * p.num_words);
+        let pairs = scales.add(R);
+        Words {
+            scales,
+            pairs,
+            sums: pairs.add(p.num_in.div_ceil(2) * R),
+        }
+    }
+}
+
+/// Multiplies with panels of `N` vectors, or of `M` where they are of whole numbers.
+#[inline(always)]
+pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
+    match p.format {
+        Format::F32 => stored::panels::<S, f32, N>(p),
+        Format::Bf16 => stored::panels::<S, Bf16, N>(p),
+        Format::Int8 => whole::panels::<S, M>(p),
+        Format::Q8_0 => blocks::panels::<S, Q8_0, M>(p),
+        Format::Q4_0 => blocks::panels::<S, Q4_0, M>(p),
+        Format::Q4_1 => blocks::panels::<S, Q4_1, M>(p),
+    }
+    if !p.bias.is_null() {
+        for r in p.tiles.first(p.first_tile)..p.tiles.first(p.last_tile) {
+            for c in 0..p.num_columns {
+                *p.out.add(r * p.out_stride + c) += *p.bias.add(c);
+            }
+        }
+    }
+}
+
+/// Units of a product: each panel with some of the tiles.
+pub(crate) fn num_units(kernels: &Kernels, num_rows: usize, matrix: &Matrix) -> usize {
+    let tile_rows = kernels.tile_rows(matrix.format);
+    let num_tiles = num_rows.div_ceil(tile_rows);
+    num_tiles.div_ceil(MAX_ROWS / tile_rows) * matrix.num_panels()
+}
+
+/// Panels that a worker takes at once: for one row whole streams, else no more bytes than stay near the core until they are
+/// needed.
+fn panels_at_once(num_rows: usize, matrix: &Matrix) -> usize {
+    if num_rows == 1 {
+        let length = STREAMED_BYTES / (STREAMS * matrix.panel_bytes());
+        return STREAMS * length.max(1);
+    }
+    (NEAR_BYTES / matrix.panel_bytes()).clamp(1, 4)
+}
+
+/// A worker's part of `out = x · matrixᵀ + bias`; all workers call it with the same arguments.
+///
+/// # Safety
+/// `x` points to `num_rows` rows of so many words, by tiles: of the matrix's inputs (quantised for an 8-bit one); `out` has
+/// as many rows of its outputs; they do not overlap, and nobody else uses `out` before all units are done. A panel's
+/// numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set. `after` is what the next product is
+/// with.
+pub(crate) unsafe fn multiply(
+    kernels: &Kernels,
+    (x, num_words): (*const f32, usize),
+    num_rows: usize,
+    (matrix, after): (&Matrix, Option<&Matrix>),
+    out: Rows,
+    (units, worker): (&Units, usize),
+    scratch: *mut f32,
+) {
+    let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
+    let num_panels = matrix.num_panels();
+    let num_units = num_units(kernels, num_rows, matrix);
+    let tiles = Tiles::new(num_rows, kernels.tile_rows(matrix.format));
+    let tiles_at_once = tiles.len().div_ceil(num_units / num_panels);
+    let at_once = panels_at_once(num_rows, matrix);
+    let mut num_done = 0;
+    let mut taken = units.take_of_share(worker, num_units, at_once);
+    while let Some(some) = taken {
+        taken = units.take_of_share(worker, num_units, at_once);
+        let (next, next_bytes) = match (&taken, after) {
+            (Some(next), _) => (
+                matrix.panel(next.start % num_panels),
+                next.len() * matrix.panel_bytes(),
+            ),
+            (None, Some(after)) => {
+                let units_after = self::num_units(kernels, num_rows, after);
+                let first = units.first_of_share(worker, units_after);
+                let num_bytes = panels_at_once(num_rows, after) * after.panel_bytes();
+                (after.panel(first % after.num_panels()), num_bytes)
+            }
+            (None, None) => (matrix.panel(0), 0),
+        };
+        num_done += some.len();
+        let mut unit = some.start;
+        while unit < some.end {
+            let index = unit % num_panels;
+            let count = (some.end - unit).min(num_panels - index);
+            let first = index * matrix.width;
+            let first_tile = tiles.len().min(unit / num_panels * tiles_at_once);
+            let panel = Panel {
+                x,
+                num_words,
+                tiles,
+                first_tile,
+                last_tile: tiles.len().min(first_tile + tiles_at_once),
+                num_in: matrix.num_in,
+                format: matrix.format,
+                num_panels: count,
+                stride: matrix.panel_bytes(),
+                weights: matrix.panel(index),
+                next,
+                next_bytes,
+                num_columns: (count * matrix.width).min(matrix.num_out - first),
+                bias: if bias.is_null() {
+                    bias
+                } else {
+                    bias.add(first)
+                },
+                out: out.at(0).add(first),
+                out_stride: out.stride(),
+                scratch,
+            };
+            (kernels.panel)(&panel);
+            unit += count;
+        }
+    }
+    units.finish_all(num_done);
+}

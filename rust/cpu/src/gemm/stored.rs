@@ -1,0 +1,105 @@
+//! Products with float32 and bfloat16 weights.
+#![allow(unsafe_op_in_unsafe_fn, reason = "kernels: see the parent module")]
+
+use std::ops::Range;
+
+use super::{Panel, parts_of, store_row};
+use crate::simd::{Simd, Weight};
+use crate::tile::{self, Prefetch, STREAMS, max_rows, store_tile};
+
+#[inline(always)]
+pub(super) unsafe fn panels<S: Simd, E: Weight, const N: usize>(p: &Panel) {
+    let width = N * S::LANES;
+    if p.num_rows() == 1 {
+        // So many bytes go through the registers that what comes next is on the way by itself.
+        row!(p, width, row_of_stored(S, E, N));
+        return;
+    }
+    let num_tiles = p.num_tiles();
+    let num_steps = num_tiles * p.num_in.div_ceil(tile::CHUNK);
+    let mut prefetch = p.prefetch(p.num_panels * num_steps);
+    for index in 0..p.num_panels {
+        let p = &p.part(index, 1, width);
+        let weights = p.weights.cast::<E>();
+        if S::WIDENS_BESIDE || num_tiles < E::EXPANDED_FROM {
+            let all = 0..p.num_in;
+            tiles!(max_rows::<S, N>(), N, p, |row| tile_of_stored(S, E)(
+                p,
+                row,
+                all.clone(),
+                weights,
+                &mut prefetch
+            ));
+            continue;
+        }
+        for part in parts_of::<S>(p.num_in, width, tile::CHUNK) {
+            E::expand::<S, N>(
+                weights.add(part.start * width),
+                part.len(),
+                p.expanded(width),
+            );
+            let weights = p.expanded(width).cast_const();
+            tiles!(max_rows::<S, N>(), N, p, |row| tile_of_stored(S, f32)(
+                p,
+                row,
+                part.clone(),
+                weights,
+                &mut prefetch
+            ));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(
+    p: &Panel,
+    step: usize,
+) {
+    let stride = step * p.stride;
+    let mut sums = [[S::splat(0.0); N]; J];
+    for first in (0..p.num_in).step_by(E::TOGETHER) {
+        for place in 0..E::TOGETHER.min(p.num_in - first) {
+            let x = S::splat(*p.x.add(first + place));
+            for j in 0..J {
+                let weights = p.weights.add(j * stride).cast::<E>();
+                let columns = E::columns::<S, N>(weights.add(first * N * S::LANES), place);
+                for n in 0..N {
+                    sums[j][n] = S::fma(x, columns[n], sums[j][n]);
+                }
+            }
+        }
+    }
+    store_row::<S, N, J>(p, step, &sums);
+}
+
+/// As many rows as a tile has, and some inputs with their weights.
+#[inline(always)]
+unsafe fn tile_of_stored<S: Simd, E: Weight, const R: usize, const N: usize>(
+    p: &Panel,
+    row: usize,
+    inputs: Range<usize>,
+    weights: *const E,
+    prefetch: &mut Prefetch,
+) {
+    let kept = p.kept(row, N * S::LANES);
+    let mut sums = [[S::splat(0.0); N]; R];
+    if inputs.start > 0 {
+        for r in 0..R {
+            for n in 0..N {
+                sums[r][n] = S::load(kept.add((r * N + n) * S::LANES));
+            }
+        }
+    }
+    let x = p.x.add(row * p.num_in + inputs.start * R);
+    tile::multiply::<S, E, R, N>(x, weights, inputs.len(), &mut sums, prefetch);
+    if inputs.end < p.num_in {
+        for r in 0..R {
+            for n in 0..N {
+                S::store(kept.add((r * N + n) * S::LANES), sums[r][n]);
+            }
+        }
+        return;
+    }
+    let out = p.out.add(row * p.out_stride);
+    store_tile::<S, R, N>(&sums, out, p.out_stride, p.num_columns);
+}
