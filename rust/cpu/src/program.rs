@@ -348,6 +348,7 @@ pub struct Program {
     stages: Vec<Stage>,
     /// By value; the result's is the first.
     slot_of: Vec<usize>,
+    /// By value: whether products alone read it.
     is_passed_on: Vec<bool>,
     slots: Vec<Slot>,
     /// By value, of the running step.

@@ -88,7 +88,7 @@ impl Panel {
         self.last_tile - self.first_tile
     }
 
-    /// The sums of a row on, between two parts of the inputs.
+    /// Where a tile's sums are kept between two parts of the inputs.
     #[inline(always)]
     unsafe fn kept(&self, row: usize, width: usize) -> *mut f32 {
         let row = row - self.tiles.first(self.first_tile);
@@ -248,8 +248,8 @@ fn panels_at_once(num_rows: usize, matrix: &Matrix) -> usize {
 ///
 /// # Safety
 /// `x` points to `num_rows` rows of so many words, by tiles: of the matrix's inputs (quantised for an 8-bit one); `out` has
-/// as many rows of its outputs; they do not overlap, and nobody else uses `out` before all units are done. A panel's
-/// numbers fit in `scratch`, this worker's. The kernels are of the matrix's instruction set. `after` is what the next product is
+/// as many rows of its outputs; they do not overlap, and nobody else uses `out` before all units are done. `scratch` has
+/// [`scratch_words`], this worker's. The kernels are of the matrix's instruction set. `after` is what the next product is
 /// with.
 pub(crate) unsafe fn multiply(
     kernels: &Kernels,

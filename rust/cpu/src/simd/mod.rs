@@ -202,16 +202,17 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
 pub(crate) trait Weight: Element {
     /// Inputs that lie together.
     const TOGETHER: usize;
+    /// Tiles from which on weights are expanded once for all of them, where that takes the place of multiplying.
+    const EXPANDED_FROM: usize;
     /// The weights of one of the inputs that lie together at `from`.
     unsafe fn columns<S: Simd, const N: usize>(from: *const Self, place: usize) -> [S::V; N];
-    /// Tiles from which on weights are expanded once for all of them.
-    const EXPANDED_FROM: usize;
     /// The weights of some inputs as numbers, input after input.
     unsafe fn expand<S: Simd, const N: usize>(from: *const Self, num_in: usize, to: *mut f32);
 }
 
 impl Weight for f32 {
     const TOGETHER: usize = 1;
+    const EXPANDED_FROM: usize = usize::MAX;
     #[inline(always)]
     unsafe fn columns<S: Simd, const N: usize>(from: *const f32, _place: usize) -> [S::V; N] {
         let mut columns = [S::splat(0.0); N];
@@ -220,7 +221,6 @@ impl Weight for f32 {
         }
         columns
     }
-    const EXPANDED_FROM: usize = usize::MAX;
     unsafe fn expand<S: Simd, const N: usize>(_from: *const f32, _num_in: usize, _to: *mut f32) {
         unreachable!("they are as they are multiplied");
     }
@@ -229,6 +229,7 @@ impl Weight for f32 {
 /// In pairs: one read and one instruction make numbers of it, as bfloat16 are the upper halves of float32.
 impl Weight for Bf16 {
     const TOGETHER: usize = 2;
+    const EXPANDED_FROM: usize = 6;
     #[inline(always)]
     unsafe fn columns<S: Simd, const N: usize>(from: *const Bf16, place: usize) -> [S::V; N] {
         let mut columns = [S::splat(0.0); N];
@@ -242,7 +243,6 @@ impl Weight for Bf16 {
         }
         columns
     }
-    const EXPANDED_FROM: usize = 6;
     #[inline(always)]
     unsafe fn expand<S: Simd, const N: usize>(from: *const Bf16, num_in: usize, to: *mut f32) {
         let width = N * S::LANES;
