@@ -5,8 +5,8 @@ of qkv, output, gate and up, down; and the head. Each round times every way once
 count; torch runs oneDNN with weights packed at load where it can.
 
 The limit is max(bytes of weights / measured bandwidth, operations / measured rate), measured just before and
-just after each run, as what a shared machine gives changes from one moment to the next; int8's time includes
-rounding its inputs.
+just after each run, as what a shared machine gives changes from one moment to the next. noria-cpu's time
+includes making the inputs: a multiplication by one, rounding to whole numbers, laying them out.
 """
 
 import argparse
@@ -103,16 +103,19 @@ def torch_products(num_layers: int, vocab: int) -> Callable[[int], Seconds]:
 
 def our_products(storage: str, num_layers: int, vocab: int, max_rows: int) -> Callable[[int], Seconds]:
     builder = CpuBuilder()
-    x = builder.embed(builder.table(np.random.default_rng(0).standard_normal((max_rows, HIDDEN), np.float32)))
+    rng = np.random.default_rng(0)
+    x, wide = (
+        builder.embed(builder.table(rng.standard_normal((max_rows, size), np.float32)))
+        for size in (HIDDEN, INTERMEDIATE)
+    )
     maps = [packed(builder, storage, *shape, seed) for seed, shape in enumerate(shapes(num_layers, vocab))]
     for layer in range(num_layers):
         qkv, output, gate_up, down = maps[4 * layer : 4 * layer + 4]
         # Inputs of its own for each, or only the first would be quantised and laid out.
-        for linear in (qkv, output):
-            builder.linear(builder.scale(x, 1.0), linear)
-        builder.linear(builder.silu_mul(builder.linear(builder.scale(x, 1.0), gate_up)), down)
+        for inputs, linear in ((x, qkv), (x, output), (x, gate_up), (wide, down)):
+            builder.linear(builder.scale(inputs, 1.0), linear)
     program = builder.build(builder.logits(x, maps[-1]), num_threads=chosen_threads()[0])
-    counted = ("linear", "head", "quantise", "pack")
+    counted = ("linear", "head", "scale", "quantise", "pack")
 
     def run(count: int) -> Seconds:
         ids = np.arange(count)

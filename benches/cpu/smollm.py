@@ -137,7 +137,7 @@ class Limits:
 
     def seconds(self, storage: str, num_bytes: float, num_operations: float) -> float:
         """The least time of so many bytes and operations."""
-        rate = self.rates["int8" if storage == "int8" else "float32"]
+        rate = self.rates["float32" if storage in ("float32", "bfloat16") else "int8"]
         return max(num_bytes / self.num_bytes, num_operations / rate)
 
     def __str__(self) -> str:
