@@ -178,6 +178,21 @@ pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize
     simd::add_products::<S, E, R, N>(x.add(num_whole * R), w.add(num_whole * width), rest, sums);
 }
 
+/// Reads a tile whose columns all have a place.
+#[inline(always)]
+pub(crate) unsafe fn load_tile<S: Simd, const R: usize, const N: usize>(
+    from: *const f32,
+    stride: usize,
+) -> [[S::V; N]; R] {
+    let mut tile = [[S::splat(0.0); N]; R];
+    for r in 0..R {
+        for n in 0..N {
+            tile[r][n] = S::load(from.add(r * stride + n * S::LANES));
+        }
+    }
+    tile
+}
+
 /// Writes a tile, whose last columns may have no place.
 #[inline(always)]
 pub(crate) unsafe fn store_tile<S: Simd, const R: usize, const N: usize>(
@@ -270,12 +285,7 @@ unsafe fn columns<S: Simd, const R: usize>(t: &Product, num_columns: usize) {
 
 #[inline(always)]
 unsafe fn tile<S: Simd, const R: usize, const N: usize>(t: &Product) {
-    let mut sums = [[S::splat(0.0); N]; R];
-    for r in 0..R {
-        for n in 0..N {
-            sums[r][n] = S::load(t.out.add(r * t.out_stride + n * S::LANES));
-        }
-    }
+    let mut sums = load_tile::<S, R, N>(t.out, t.out_stride);
     for p in 0..t.num_in {
         let mut w = [S::splat(0.0); N];
         for n in 0..N {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::{Panel, Words, parts_of, store_row};
 use crate::matrix::BLOCK;
 use crate::simd::Simd;
-use crate::tile::{Prefetch, STREAMS, max_rows_with_totals, store_tile};
+use crate::tile::{Prefetch, STREAMS, load_tile, max_rows_with_totals, store_tile};
 
 /// How a GGUF block of a column is stored, and what becomes of the sum of its products.
 pub(super) trait Kind {
@@ -227,11 +227,7 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
     let num_pairs = black_box(BLOCK_PAIRS); // as above
     let mut totals = [[S::splat(0.0); N]; R];
     if blocks.start > 0 {
-        for r in 0..R {
-            for n in 0..N {
-                totals[r][n] = S::load(kept.add((r * N + n) * S::LANES));
-            }
-        }
+        totals = load_tile::<S, R, N>(kept, width);
     }
     let is_last = blocks.end == p.num_in / BLOCK;
     for (place, block) in blocks.enumerate() {
@@ -261,11 +257,7 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
         }
     }
     if !is_last {
-        for r in 0..R {
-            for n in 0..N {
-                S::store(kept.add((r * N + n) * S::LANES), totals[r][n]);
-            }
-        }
+        store_tile::<S, R, N>(&totals, kept, width, width);
         return;
     }
     for r in 0..R {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{Panel, parts_of, store_row};
 use crate::simd::{Simd, Weight};
-use crate::tile::{self, Prefetch, STREAMS, max_rows, store_tile};
+use crate::tile::{self, Prefetch, STREAMS, load_tile, max_rows, store_tile};
 
 #[inline(always)]
 pub(super) unsafe fn panels<S: Simd, E: Weight, const N: usize>(p: &Panel) {
@@ -81,23 +81,16 @@ unsafe fn tile_of_stored<S: Simd, E: Weight, const R: usize, const N: usize>(
     weights: *const E,
     prefetch: &mut Prefetch,
 ) {
-    let kept = p.kept(row, N * S::LANES);
+    let width = N * S::LANES;
+    let kept = p.kept(row, width);
     let mut sums = [[S::splat(0.0); N]; R];
     if inputs.start > 0 {
-        for r in 0..R {
-            for n in 0..N {
-                sums[r][n] = S::load(kept.add((r * N + n) * S::LANES));
-            }
-        }
+        sums = load_tile::<S, R, N>(kept, width);
     }
     let x = p.x.add(row * p.num_in + inputs.start * R);
     tile::multiply::<S, E, R, N>(x, weights, inputs.len(), &mut sums, prefetch);
     if inputs.end < p.num_in {
-        for r in 0..R {
-            for n in 0..N {
-                S::store(kept.add((r * N + n) * S::LANES), sums[r][n]);
-            }
-        }
+        store_tile::<S, R, N>(&sums, kept, width, width);
         return;
     }
     let out = p.out.add(row * p.out_stride);
