@@ -2,7 +2,7 @@
 
 use crate::attention::{AttentionOptions, Heads};
 use crate::kernels::Kernels;
-use crate::matrix::{BLOCK, Matrix, activation_limit};
+use crate::matrix::{BLOCK, Matrix, activation_limit, together};
 use crate::memory::LargePages;
 use crate::program::{Program, Stage};
 use crate::{Isa, isa::IsaError};
@@ -203,12 +203,14 @@ impl Builder {
             return x;
         }
         let shape = self.shape(x);
-        let num_blocks = if format.block_bytes().is_some() {
-            shape.width / BLOCK
-        } else {
-            0
+        let together = together(self.isa);
+        let num_sums = match format.block_bytes() {
+            Some(_) => shape.width / BLOCK,
+            // Weights are stored with 128 added: what that adds is taken off by the sum of all inputs.
+            None if together == 4 => 1,
+            None => 0,
         };
-        let num_words = 1 + shape.width.div_ceil(2) + num_blocks;
+        let num_words = 1 + shape.width.next_multiple_of(together) / 2 + num_sums;
         let limit = activation_limit(format, shape.width);
         if let Some((known, out)) = shape.quantised
             && known.to_bits() == limit.to_bits()

@@ -36,7 +36,7 @@ pub(crate) struct Kernels {
     /// What the machine's limits are measured by.
     pub(crate) read: unsafe fn(&[f32]) -> f32,
     pub(crate) chains: unsafe fn(f32, usize) -> f32,
-    pub(crate) chains_of_pairs: unsafe fn([i16; 2], usize) -> f32,
+    pub(crate) chains_of_whole: unsafe fn([i16; 2], usize) -> f32,
 }
 
 /// Compiles every kernel for one instruction set: `$vectors` is the number of vectors in a panel's width, `$pairs` the one in
@@ -69,7 +69,7 @@ macro_rules! kernels {
                 rotate,
                 read,
                 chains,
-                chains_of_pairs,
+                chains_of_whole,
             };
 
             // SAFETY (of all): the caller has checked for the features, and keeps the generic kernel's contract.
@@ -144,7 +144,7 @@ macro_rules! kernels {
                 unsafe { limits::chains::<S>(factor, length) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn chains_of_pairs(pair: [i16; 2], length: usize) -> f32 {
+            unsafe fn chains_of_whole(pair: [i16; 2], length: usize) -> f32 {
                 // SAFETY: as above.
                 unsafe { limits::chains_of_pairs::<S>(pair, length) }
             }
@@ -155,26 +155,37 @@ macro_rules! kernels {
 /// The kernels that multiply whole numbers again, with instructions that `$like` lacks; the others are its own.
 #[cfg(target_arch = "x86_64")]
 macro_rules! whole_kernels {
-    ($name:ident, $like:ident, $simd:ty, $vectors:literal, $pairs:literal, $features:literal) => {
+    ($name:ident, $like:ident, $simd:ty, $vectors:literal, $quads:literal, $features:literal) => {
         mod $name {
             use super::*;
 
             pub(super) static KERNELS: Kernels = Kernels {
+                tile_rows: [
+                    $like::KERNELS.tile_rows[0],
+                    tile::max_rows_of_halves::<$simd, $quads>(),
+                    tile::max_rows_with_totals::<$simd, $quads>(),
+                ],
                 panel,
-                chains_of_pairs,
+                quantise,
+                chains_of_whole,
                 ..$like::KERNELS
             };
 
-            // SAFETY (of both): as above.
+            // SAFETY (of all): as above.
             #[target_feature(enable = $features)]
             unsafe fn panel(panel: &Panel) {
                 // SAFETY: as above.
-                unsafe { gemm::panel::<$simd, $vectors, $pairs>(panel) }
+                unsafe { gemm::panel_of_quads::<$simd, $vectors, $quads>(panel) }
             }
             #[target_feature(enable = $features)]
-            unsafe fn chains_of_pairs(pair: [i16; 2], length: usize) -> f32 {
+            unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
                 // SAFETY: as above.
-                unsafe { limits::chains_of_pairs::<$simd>(pair, length) }
+                unsafe { rowwise::quantise::<$simd>(x, limit, out) }
+            }
+            #[target_feature(enable = $features)]
+            unsafe fn chains_of_whole(pair: [i16; 2], length: usize) -> f32 {
+                // SAFETY: as above.
+                unsafe { limits::chains_of_quads::<$simd>(pair, length) }
             }
         }
     };

@@ -79,6 +79,17 @@ pub(crate) fn panel_width(isa: Isa, format: Format) -> usize {
     }
 }
 
+/// Inputs that whole numbers are multiplied by together: pairs of 16 bits, or fours of bytes where the CPU multiplies those.
+pub(crate) fn together(isa: Isa) -> usize {
+    match isa {
+        Isa::Portable | Isa::Avx2 | Isa::Avx512 => 2,
+        Isa::AvxVnni | Isa::Avx512Vnni => 4,
+    }
+}
+
+/// What turns an 8-bit weight's bits into those of a number without sign, 128 larger.
+const UNSIGNED: u8 = 0x80;
+
 impl Matrix {
     /// Packs `[num_out, num_in]` numbers, given row by row.
     ///
@@ -127,7 +138,7 @@ impl Matrix {
         let row_bytes = num_in / BLOCK * block_bytes;
         assert!(rows.len().is_multiple_of(row_bytes), "whole rows");
         let num_out = rows.len() / row_bytes;
-        let width = panel_width(isa, format);
+        let (width, together) = (panel_width(isa, format), together(isa));
         let head = format.head_bytes();
         let mut matrix = empty(isa, format, num_out, num_in, row_bytes * width, bias);
         let panel_bytes = matrix.panel_bytes;
@@ -143,18 +154,24 @@ impl Matrix {
                 let (from, to) = (&from[head..], &mut to[head * width..]);
                 for input in 0..BLOCK {
                     if format == Format::Q8_0 {
-                        to[(input / 2 * width + column) * 2 + input % 2] = from[input];
+                        let (place, byte) = byte_of(together, width, column, input, from[input]);
+                        to[place] = byte;
                         continue;
                     }
-                    // Four pairs of inputs are a pair of 16-bit numbers, from their lowest bits on.
                     let number = if input < BLOCK / 2 {
                         from[input] & 15
                     } else {
                         from[input - BLOCK / 2] >> 4
                     };
-                    let (group, pair) = (input / 8, input % 8 / 2);
-                    let byte = (group * width + column) * 4 + input % 2 * 2 + pair / 2;
-                    to[byte] |= number << (pair % 2 * 4);
+                    let group = (input / 8 * width + column) * 4;
+                    if together == 4 {
+                        // Two fours of inputs are four bytes: their lower and their upper halves.
+                        to[group + input % 4] |= number << (input % 8 / 4 * 4);
+                    } else {
+                        // Four pairs of inputs are a pair of 16-bit numbers, from their lowest bits on.
+                        let pair = input % 8 / 2;
+                        to[group + input % 2 * 2 + pair / 2] |= number << (pair % 2 * 4);
+                    }
                 }
             }
         }
@@ -265,6 +282,9 @@ fn panels(matrix: &mut Matrix) -> impl Iterator<Item = (usize, &mut [u8])> {
 /// The largest whole number of an 8-bit weight.
 const INT8_LIMIT: f32 = 127.0;
 
+/// The largest that is two signed bytes, the lower one rounded to.
+const MAX_ACTIVATION: usize = 127 * 256 + 127;
+
 /// The largest whole number of an activation that is multiplied with so many weights: their sum fits in 32 bits. Sums of
 /// blocks always do.
 pub(crate) fn activation_limit(format: Format, num_in: usize) -> f32 {
@@ -273,17 +293,28 @@ pub(crate) fn activation_limit(format: Format, num_in: usize) -> f32 {
     } else {
         BLOCK
     };
-    (i32::MAX as usize / 128 / num_summed).min(i16::MAX as usize) as f32
+    (i32::MAX as usize / 128 / num_summed).min(MAX_ACTIVATION) as f32
 }
 
-/// Pairs of inputs side by side for each column, then a scale for each column.
+/// Where an input's 8-bit weight lies, and as what.
+fn byte_of(together: usize, width: usize, column: usize, input: usize, weight: u8) -> (usize, u8) {
+    let place = (input / together * width + column) * together + input % together;
+    let byte = if together == 4 {
+        weight ^ UNSIGNED
+    } else {
+        weight
+    };
+    (place, byte)
+}
+
+/// Inputs that are multiplied together side by side for each column, then a scale for each column.
 fn pack_int8(isa: Isa, weight: &[f32], num_in: usize, bias: Option<&[f32]>) -> Matrix {
     assert!(
         activation_limit(Format::Int8, num_in) >= 1.0,
         "{num_in} inputs do not fit in 32 bits"
     );
-    let width = panel_width(isa, Format::Int8);
-    let scales_at = num_in.next_multiple_of(2) * width;
+    let (width, together) = (panel_width(isa, Format::Int8), together(isa));
+    let scales_at = num_in.next_multiple_of(together) * width;
     let num_out = weight.len() / num_in;
     let mut matrix = empty(
         isa,
@@ -306,7 +337,8 @@ fn pack_int8(isa: Isa, weight: &[f32], num_in: usize, bias: Option<&[f32]>) -> M
             };
             for (place, &w) in row.iter().enumerate() {
                 let whole = (w / scale).round_ties_even().clamp(-INT8_LIMIT, INT8_LIMIT) as i8;
-                bytes[(place / 2 * width + column) * 2 + place % 2] = whole as u8;
+                let (place, byte) = byte_of(together, width, column, place, whole as u8);
+                bytes[place] = byte;
             }
             bytes[scales_at + 4 * column..][..4].copy_from_slice(&scale.to_ne_bytes());
         }

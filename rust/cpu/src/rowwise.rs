@@ -5,7 +5,6 @@
 )]
 
 use crate::kv::{KvFormat, Stored};
-use crate::matrix::BLOCK;
 use crate::simd::{Bf16, Element, F16, MAX_LANES, Simd};
 
 // Macros, not functions of closures: a closure is compiled without the instruction set of the kernel that it is in.
@@ -139,47 +138,51 @@ pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32])
     }
 }
 
-/// A row as whole numbers up to `limit`: a scale, then 16-bit numbers, with a zero behind an odd number of them, then sums
-/// of blocks of them if `out` has place for more. A row with a number that is not finite has the scale NaN.
+/// A row as whole numbers up to `limit`: a scale, then the numbers as they are multiplied, with zeros behind where some are
+/// missing, then 32-bit sums of even parts of them, as many as `out` has place for. A row with a number that is not finite has
+/// the scale NaN.
 #[inline(always)]
 pub(crate) unsafe fn quantise<S: Simd>(x: &[f32], limit: f32, out: &mut [f32]) {
-    let (scale, whole) = out.split_first_mut().expect("a scale comes first");
+    let (scale, out) = out.split_first_mut().expect("a scale comes first");
     let num_whole = x.len() / S::LANES * S::LANES;
+    let mut rest = [0.0; MAX_LANES];
+    rest[..x.len() - num_whole].copy_from_slice(&x[num_whole..]);
     let (mut high, mut low) = (S::splat(0.0), S::splat(0.0));
     let mut nothing = S::splat(0.0); // 0 · x is NaN where x is not finite
-    for at in (0..num_whole).step_by(S::LANES) {
-        let v = S::load(x[at..].as_ptr());
+    for at in (0..x.len()).step_by(S::LANES) {
+        let from = if at < num_whole { &x[at..] } else { &rest };
+        let v = S::load(from.as_ptr());
         (high, low) = (S::max(high, v), S::min(low, v));
         nothing = S::fma(v, S::splat(0.0), nothing);
     }
-    let mut largest = S::largest(high).max(S::largest(S::sub(S::splat(0.0), low)));
-    let mut nothing = S::sum(nothing);
-    for &x in &x[num_whole..] {
-        largest = largest.max(x.abs());
-        nothing += x * 0.0;
-    }
+    let largest = S::largest(high).max(S::largest(S::sub(S::splat(0.0), low)));
     let unit = if largest > 0.0 { largest / limit } else { 1.0 };
-    *scale = unit + nothing;
-    let inverse = 1.0 / unit;
-    let (whole, sums) = whole.split_at_mut(x.len().div_ceil(2));
-    // SAFETY: 16-bit numbers have no invalid bits, and need less alignment.
-    let (_, whole, _) = unsafe { whole.align_to_mut::<i16>() };
+    *scale = unit + S::sum(nothing);
+    let inverse = S::splat(1.0 / unit);
+    let (words, sums) = out.split_at_mut(x.len().next_multiple_of(S::TOGETHER) / 2);
+    let part = x.len() / sums.len().max(1);
+    let mut total = S::zero_i32();
     for at in (0..num_whole).step_by(S::LANES) {
-        let v = S::mul(S::load(x[at..].as_ptr()), S::splat(inverse));
-        S::store_i16(whole[at..].as_mut_ptr(), v);
-    }
-    for (to, &x) in whole[num_whole..].iter_mut().zip(&x[num_whole..]) {
-        *to = (x * inverse).round_ties_even() as i16;
-    }
-    if !x.len().is_multiple_of(2) {
-        whole[x.len()] = 0;
-    }
-    for (sum, block) in sums.iter_mut().zip(whole.chunks_exact(BLOCK)) {
-        let mut total = 0;
-        for &number in block {
-            total += i32::from(number);
+        let whole = S::round(S::mul(S::load(x[at..].as_ptr()), inverse));
+        S::store_whole(words[at / 2..].as_mut_ptr().cast(), whole);
+        if !sums.is_empty() {
+            total = S::add_i32(total, whole);
+            let end = at + S::LANES;
+            if end % part == 0 {
+                sums[end / part - 1] = f32::from_bits(S::sum_i32(total) as u32);
+                total = S::zero_i32();
+            }
         }
-        *sum = total as f32; // exact
+    }
+    if num_whole < x.len() {
+        let whole = S::round(S::mul(S::load(rest.as_ptr()), inverse));
+        let mut stored = [0.0f32; MAX_LANES / 2];
+        S::store_whole(stored.as_mut_ptr().cast(), whole);
+        let words = &mut words[num_whole / 2..];
+        words.copy_from_slice(&stored[..words.len()]);
+        if let Some(sum) = sums.last_mut() {
+            *sum = f32::from_bits(S::sum_i32(S::add_i32(total, whole)) as u32);
+        }
     }
 }
 

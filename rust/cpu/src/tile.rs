@@ -11,7 +11,9 @@ use std::ops::Range;
 
 use crate::simd::{self, INPUTS, Simd, Weight};
 
-/// Inputs between two looks at what is to be prefetched.
+/// The most units of work between two looks at what is to be prefetched.
+const MAX_UNITS: usize = 32;
+/// Weights are expanded for whole chunks of inputs.
 pub(crate) const CHUNK: usize = 16;
 /// Places that are read, or asked for, side by side: memory answers several streams faster than one.
 pub(crate) const STREAMS: usize = 4;
@@ -31,14 +33,17 @@ pub(crate) struct Prefetch {
     rate: u64,
     /// Of a step.
     asks: usize,
+    /// Units of work from a step to the next.
+    pub(crate) every: usize,
 }
 
 impl Prefetch {
-    /// `num_bytes` at `next`, in so many steps.
+    /// `num_bytes` at `next`, beside so many units of work.
     #[inline(always)]
-    pub(crate) fn new(next: *const u8, num_bytes: usize, num_steps: usize) -> Prefetch {
+    pub(crate) fn new(next: *const u8, num_bytes: usize, num_units: usize) -> Prefetch {
         let lines = num_bytes.div_ceil(64 * STREAMS);
-        let num_steps = num_steps.max(1);
+        let every = (num_units / lines.max(1)).clamp(1, MAX_UNITS);
+        let num_steps = (num_units / every).max(1);
         let asks = lines.div_ceil(num_steps);
         Prefetch {
             next,
@@ -46,6 +51,7 @@ impl Prefetch {
             at: 0,
             rate: ((lines as u64) << 32) / (num_steps * asks.max(1)) as u64,
             asks,
+            every,
         }
     }
 
@@ -65,6 +71,11 @@ impl Prefetch {
 pub(crate) const fn max_rows<S: Simd, const N: usize>() -> usize {
     let fit = (S::NUM_REGISTERS - 1 - N) / N;
     if fit > 8 { 8 } else { fit }
+}
+
+/// The same where each number has two sums.
+pub(crate) const fn max_rows_of_halves<S: Simd, const N: usize>() -> usize {
+    (S::NUM_REGISTERS - 1 - N) / (2 * N)
 }
 
 /// The same where each block of inputs has sums of its own, beside their totals. AVX2's sixteen registers would hold too few
@@ -168,7 +179,7 @@ pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize
     let mut done = 0;
     while done < num_whole {
         prefetch.step::<S>();
-        let end = num_whole.min(done + CHUNK);
+        let end = num_whole.min(done + prefetch.every * INPUTS);
         while done < end {
             S::add_products::<E, R, N>(x.add(done * R), w.add(done * width), sums);
             done += INPUTS;

@@ -15,6 +15,9 @@ pub(super) trait Kind {
     const BYTES: usize;
     /// Bytes of its scale, and minimum where it has one.
     const HEAD: usize;
+    /// Fours of inputs whose weights a vector of bytes holds, and what is added to each of them there.
+    const QUADS: usize;
+    const ADDED: i32;
     /// The weights of four pairs of inputs, as 16-bit numbers; `bytes` are the first vector's of a group of four pairs.
     unsafe fn pairs<S: Simd>(bytes: *const u8, width: usize) -> [S::I; 4];
     /// `total` and the block's part: `sum` of weights times inputs, `inputs` the sum of inputs alone.
@@ -46,6 +49,8 @@ pub(super) struct Q4_1;
 impl Kind for Q8_0 {
     const BYTES: usize = 2 + BLOCK;
     const HEAD: usize = 2;
+    const QUADS: usize = 1;
+    const ADDED: i32 = 128;
     #[inline(always)]
     unsafe fn pairs<S: Simd>(bytes: *const u8, width: usize) -> [S::I; 4] {
         let mut pairs = [S::zero_i32(); GROUP];
@@ -63,6 +68,8 @@ impl Kind for Q8_0 {
 impl Kind for Q4_0 {
     const BYTES: usize = 2 + BLOCK / 2;
     const HEAD: usize = 2;
+    const QUADS: usize = 2;
+    const ADDED: i32 = 0; // see `add`
     #[inline(always)]
     unsafe fn pairs<S: Simd>(bytes: *const u8, _width: usize) -> [S::I; 4] {
         S::nibbles(S::load_pairs(bytes))
@@ -78,6 +85,8 @@ impl Kind for Q4_0 {
 impl Kind for Q4_1 {
     const BYTES: usize = 4 + BLOCK / 2;
     const HEAD: usize = 4;
+    const QUADS: usize = 2;
+    const ADDED: i32 = 0;
     #[inline(always)]
     unsafe fn pairs<S: Simd>(bytes: *const u8, _width: usize) -> [S::I; 4] {
         S::nibbles(S::load_pairs(bytes))
@@ -93,7 +102,7 @@ impl Kind for Q4_1 {
 }
 
 #[inline(always)]
-unsafe fn heads_of<S: Simd, K: Kind, const N: usize>(block: *const u8) -> [Head<S>; N] {
+pub(super) unsafe fn heads_of<S: Simd, K: Kind, const N: usize>(block: *const u8) -> [Head<S>; N] {
     let mut heads = [Head {
         scale: S::splat(0.0),
         minimum: S::splat(0.0),
@@ -127,7 +136,7 @@ pub(super) unsafe fn panels<S: Simd, K: Kind, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     let num_blocks = p.num_in / BLOCK;
     if p.num_rows() == 1 {
-        row!(p, width, row_of_blocks(S, K, N));
+        row!(STREAMS, p, width, row_of_blocks(S, K, N));
         return;
     }
     let mut prefetch = p.prefetch(p.num_panels * (1 + p.num_tiles()) * num_blocks);
@@ -150,19 +159,19 @@ pub(super) unsafe fn panels<S: Simd, K: Kind, const N: usize>(p: &Panel) {
 unsafe fn row_of_blocks<S: Simd, K: Kind, const N: usize, const J: usize>(p: &Panel, step: usize) {
     let stride = step * p.stride;
     let width = N * S::LANES;
-    let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
+    let x = Words::<1>::of::<S>(p, p.tiles.first(p.first_tile));
     // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
     let num_groups = black_box(BLOCK_PAIRS / GROUP);
     let mut totals = [[S::splat(0.0); N]; J];
     for block in 0..p.num_in / BLOCK {
         p.ask::<S, J>(stride, block * K::BYTES * width, K::BYTES * width);
-        let inputs = S::splat(*x.sums.add(block));
+        let inputs = S::to_f32(S::splat_pair(x.sums.add(block).cast()));
         for j in 0..J {
             let from = p.weights.add(j * stride + block * K::BYTES * width);
             let mut sums = [S::zero_i32(); N];
             let mut group = 0;
             loop {
-                let pairs_of_x = x.pairs.add(block * BLOCK_PAIRS + group * GROUP);
+                let pairs_of_x = x.whole.add(block * BLOCK_PAIRS + group * GROUP);
                 for n in 0..N {
                     let pairs = K::pairs::<S>(group_of::<S, K>(from, width, group, n), width);
                     for pair in 0..GROUP {
@@ -222,7 +231,7 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
     prefetch: &mut Prefetch,
 ) {
     let width = N * S::LANES;
-    let x = Words::<R>::of(p, row);
+    let x = Words::<R>::of::<S>(p, row);
     let kept = p.kept(row, width);
     let num_pairs = black_box(BLOCK_PAIRS); // as above
     let mut totals = [[S::splat(0.0); N]; R];
@@ -233,7 +242,7 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
     for (place, block) in blocks.enumerate() {
         prefetch.step::<S>();
         let mut sums = [[S::zero_i32(); N]; R];
-        let pairs_of_x = x.pairs.add(block * BLOCK_PAIRS * R);
+        let pairs_of_x = x.whole.add(block * BLOCK_PAIRS * R);
         let w = p.expanded(width).add(place * BLOCK_PAIRS * width);
         let mut rest = num_pairs;
         loop {
@@ -250,7 +259,7 @@ unsafe fn tile_of_expanded<S: Simd, K: Kind, const R: usize, const N: usize>(
         }
         let heads = heads_of::<S, K, N>(p.weights.add(block * K::BYTES * width));
         for r in 0..R {
-            let inputs = S::splat(*x.sums.add(block * R + r));
+            let inputs = S::to_f32(S::splat_pair(x.sums.add(block * R + r).cast()));
             for n in 0..N {
                 totals[r][n] = K::add::<S>(totals[r][n], sums[r][n], inputs, &heads[n]);
             }

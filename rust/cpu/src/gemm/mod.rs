@@ -14,7 +14,7 @@ use crate::kernels::Kernels;
 use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
-use crate::simd::{Bf16, Simd};
+use crate::simd::{Bf16, Quads, Simd};
 use crate::tile::{Prefetch, STREAMS, Tiles, store_tile};
 
 use blocks::{Q4_0, Q4_1, Q8_0};
@@ -118,16 +118,20 @@ impl Panel {
     }
 }
 
-/// One row times panels, in streams: each of panels that lie one after another.
+/// One row times panels, in so many streams: each of panels that lie one after another.
 macro_rules! row {
-    ($p:ident, $width:expr, $row:ident($($generic:ident),*)) => {{
-        let length = $p.num_panels / STREAMS;
+    ($streams:expr, $p:ident, $width:expr, $row:ident($($generic:ident),*)) => {{
+        let length = $p.num_panels / $streams;
         for first in 0..length {
             let part = $p.part(first, $p.num_panels - first, $width);
-            $row::<$($generic,)* STREAMS>(&part, length);
+            $row::<$($generic,)* { $streams }>(&part, length);
         }
-        for first in length * STREAMS..$p.num_panels {
-            $row::<$($generic,)* 1>(&$p.part(first, 1, $width), 1);
+        let first = length * $streams;
+        match $p.num_panels - first {
+            0 => {}
+            1 => $row::<$($generic,)* 1>(&$p.part(first, 1, $width), 1),
+            2 => $row::<$($generic,)* 2>(&$p.part(first, 2, $width), 1),
+            _ => $row::<$($generic,)* 3>(&$p.part(first, 3, $width), 1),
         }
     }};
 }
@@ -152,6 +156,7 @@ macro_rules! tiles {
 }
 
 mod blocks;
+mod quads;
 mod stored;
 mod whole;
 
@@ -186,23 +191,25 @@ fn parts_of<S: Simd>(
         .map(move |first| first..num.min(first + size))
 }
 
-/// A tile's rows in whole numbers, side by side: of each row a scale, pairs of 16-bit numbers, and sums of blocks.
+/// A tile's rows in whole numbers, side by side: of each row a scale, the numbers, two of them in a word, and sums of them.
 struct Words<const R: usize> {
     scales: *const f32,
-    pairs: *const f32,
-    /// Of blocks.
-    sums: *const f32,
+    whole: *const f32,
+    /// Of blocks, or of all.
+    sums: *const i32,
 }
 
 impl<const R: usize> Words<R> {
     #[inline(always)]
-    unsafe fn of(p: &Panel, row: usize) -> Words<R> {
+    unsafe fn of<S: Simd>(p: &Panel, row: usize) -> Words<R> {
         let scales = p.x.add(row * p.num_words);
-        let pairs = scales.add(R);
+        let whole = scales.add(R);
         Words {
             scales,
-            pairs,
-            sums: pairs.add(p.num_in.div_ceil(2) * R),
+            whole,
+            sums: whole
+                .add(p.num_in.next_multiple_of(S::TOGETHER) / 2 * R)
+                .cast(),
         }
     }
 }
@@ -218,6 +225,24 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
         Format::Q4_0 => blocks::panels::<S, Q4_0, M>(p),
         Format::Q4_1 => blocks::panels::<S, Q4_1, M>(p),
     }
+    add_bias(p);
+}
+
+/// The same with whole numbers in fours.
+#[inline(always)]
+pub(crate) unsafe fn panel_of_quads<S: Quads, const N: usize, const M: usize>(p: &Panel) {
+    match p.format {
+        Format::F32 => stored::panels::<S, f32, N>(p),
+        Format::Bf16 => stored::panels::<S, Bf16, N>(p),
+        Format::Int8 => quads::panels::<S, M>(p),
+        Format::Q8_0 => quads::panels_of_blocks::<S, Q8_0, M>(p),
+        Format::Q4_0 => quads::panels_of_blocks::<S, Q4_0, M>(p),
+        Format::Q4_1 => quads::panels_of_blocks::<S, Q4_1, M>(p),
+    }
+    add_bias(p);
+}
+
+unsafe fn add_bias(p: &Panel) {
     if !p.bias.is_null() {
         for r in p.tiles.first(p.first_tile)..p.tiles.first(p.last_tile) {
             for c in 0..p.num_columns {

@@ -19,11 +19,11 @@ const WIDENED_FROM: usize = 4;
 pub(super) unsafe fn panels<S: Simd, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     if p.num_rows() == 1 {
-        row!(p, width, row_of_pairs(S, N));
+        row!(STREAMS, p, width, row_of_pairs(S, N));
         return;
     }
     let (num_tiles, num_pairs) = (p.num_tiles(), p.num_in.div_ceil(2));
-    let mut prefetch = p.prefetch(p.num_panels * num_tiles * num_pairs.div_ceil(PAIRS));
+    let mut prefetch = p.prefetch(p.num_panels * num_tiles * num_pairs);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
         if S::WIDENS_BESIDE || num_tiles < WIDENED_FROM {
@@ -85,7 +85,7 @@ impl Pairs for Wide {
 unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel, step: usize) {
     let stride = step * p.stride;
     let num_pairs = p.num_in.div_ceil(2);
-    let x = Words::<1>::of(p, p.tiles.first(p.first_tile));
+    let x = Words::<1>::of::<S>(p, p.tiles.first(p.first_tile));
     let mut sums = [[S::zero_i32(); N]; J];
     for first in (0..num_pairs).step_by(ROW_PAIRS) {
         p.ask::<S, J>(
@@ -94,7 +94,7 @@ unsafe fn row_of_pairs<S: Simd, const N: usize, const J: usize>(p: &Panel, step:
             2 * ROW_PAIRS * N * S::LANES,
         );
         for pair in first..num_pairs.min(first + ROW_PAIRS) {
-            let a = S::splat_pair(x.pairs.add(pair).cast());
+            let a = S::splat_pair(x.whole.add(pair).cast());
             for j in 0..J {
                 let weights = p.weights.add(j * stride);
                 for n in 0..N {
@@ -129,7 +129,7 @@ unsafe fn tile_of_pairs<S: Simd, P: Pairs, const R: usize, const N: usize>(
     prefetch: &mut Prefetch,
 ) {
     let (width, num_pairs) = (N * S::LANES, p.num_in.div_ceil(2));
-    let x = Words::<R>::of(p, row);
+    let x = Words::<R>::of::<S>(p, row);
     let kept = p.kept(row, width);
     let mut sums = [[S::zero_i32(); N]; R];
     if pairs.start > 0 {
@@ -139,11 +139,11 @@ unsafe fn tile_of_pairs<S: Simd, P: Pairs, const R: usize, const N: usize>(
             }
         }
     }
-    let pairs_of_x = x.pairs.add(pairs.start * R);
+    let pairs_of_x = x.whole.add(pairs.start * R);
     let mut done = 0;
     while done < pairs.len() {
         prefetch.step::<S>();
-        let end = pairs.len().min(done + PAIRS);
+        let end = pairs.len().min(done + prefetch.every);
         while done < end {
             let mut w = [S::zero_i32(); N];
             for n in 0..N {

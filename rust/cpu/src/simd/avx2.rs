@@ -7,9 +7,9 @@
 
 use std::arch::x86_64::*;
 
-use super::{Bf16, INPUTS, Simd, UPPER_HALF, Weight};
+use super::{Bf16, INPUTS, Quads, Simd, UPPER_HALF, Weight};
 
-/// Eight lanes. With `VNNI`, one instruction multiplies pairs of whole numbers and adds them up, to the same bits.
+/// Eight lanes. With `VNNI`, whole numbers are multiplied in fours of bytes, to the same bits.
 pub(crate) struct Avx2<const VNNI: bool>;
 
 impl<const VNNI: bool> Simd for Avx2<VNNI> {
@@ -18,6 +18,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const WIDENS_BESIDE: bool = true;
     type V = __m256;
     type I = __m256i;
+    const TOGETHER: usize = if VNNI { 4 } else { 2 };
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {
@@ -126,6 +127,19 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         _mm256_setzero_si256()
     }
     #[inline(always)]
+    unsafe fn add_i32(a: __m256i, b: __m256i) -> __m256i {
+        _mm256_add_epi32(a, b)
+    }
+    #[inline(always)]
+    unsafe fn sum_i32(x: __m256i) -> i32 {
+        let half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
+        let pair = _mm_add_epi32(half, _mm_shuffle_epi32::<0b01_00_11_10>(half));
+        _mm_cvtsi128_si32(_mm_add_epi32(
+            pair,
+            _mm_shuffle_epi32::<0b00_00_00_01>(pair),
+        ))
+    }
+    #[inline(always)]
     unsafe fn widen_i8(from: *const i8) -> __m256i {
         _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()))
     }
@@ -161,11 +175,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot_pairs(sums: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        if VNNI {
-            _mm256_dpwssd_avx_epi32(sums, a, b)
-        } else {
-            _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
-        }
+        _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
     }
     #[inline(always)]
     unsafe fn dot_tile<const R: usize, const N: usize>(
@@ -173,7 +183,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         w: &[__m256i; N],
         sums: &mut [[__m256i; N]; R],
     ) {
-        if R == 6 && N == 2 && !VNNI {
+        if R == 6 && N == 2 {
             six_by_two(x, w, sums);
         } else {
             super::dot_tile::<Self, R, N>(x, w, sums);
@@ -184,11 +194,29 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         _mm256_cvtepi32_ps(x)
     }
     #[inline(always)]
-    unsafe fn store_i16(to: *mut i16, x: __m256) {
-        let whole = _mm256_cvtps_epi32(x);
-        let low = _mm256_castsi256_si128(whole);
-        let high = _mm256_extracti128_si256::<1>(whole);
-        _mm_storeu_si128(to.cast(), _mm_packs_epi32(low, high));
+    unsafe fn round(x: __m256) -> __m256i {
+        _mm256_cvtps_epi32(x)
+    }
+    #[inline(always)]
+    unsafe fn store_whole(to: *mut u8, x: __m256i) {
+        let bytes = if VNNI {
+            // A number's lower byte is rounded to, so the upper one may be one more than its bits.
+            let upper = _mm256_srai_epi32::<8>(_mm256_add_epi32(x, _mm256_set1_epi32(128)));
+            let first =
+                _mm256_set1_epi64x(i64::from_le_bytes([0, 4, 8, 12, NONE, NONE, NONE, NONE]));
+            let then =
+                _mm256_set1_epi64x(i64::from_le_bytes([NONE, NONE, NONE, NONE, 0, 4, 8, 12]));
+            let fours = _mm256_or_si256(
+                _mm256_shuffle_epi8(x, first),
+                _mm256_shuffle_epi8(upper, then),
+            );
+            _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b10_00>(fours))
+        } else {
+            let low = _mm256_castsi256_si128(x);
+            let high = _mm256_extracti128_si256::<1>(x);
+            _mm_packs_epi32(low, high)
+        };
+        _mm_storeu_si128(to.cast(), bytes);
     }
 
     #[inline(always)]
@@ -202,6 +230,32 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         let high = _mm256_extracti128_si256::<1>(whole);
         let pairs = _mm_packs_epi32(low, high);
         _mm_storel_epi64(to.cast(), _mm_packs_epi16(pairs, pairs));
+    }
+}
+
+/// In `shuffle_epi8`: a zero.
+const NONE: u8 = 0x80;
+
+impl Quads for Avx2<true> {
+    #[inline(always)]
+    unsafe fn splat_i32(x: i32) -> __m256i {
+        _mm256_set1_epi32(x)
+    }
+    #[inline(always)]
+    unsafe fn dot_quads(sums: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        _mm256_dpbusd_avx_epi32(sums, w, x)
+    }
+    #[inline(always)]
+    unsafe fn shift_up(x: __m256i) -> __m256i {
+        _mm256_slli_epi32::<8>(x)
+    }
+    #[inline(always)]
+    unsafe fn halves(x: __m256i) -> [__m256i; 2] {
+        let mask = _mm256_set1_epi8(15);
+        [
+            _mm256_and_si256(x, mask),
+            _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask),
+        ]
     }
 }
 

@@ -8,9 +8,9 @@
 use std::arch::x86_64::*;
 
 use super::avx2::Avx2;
-use super::{Simd, UPPER_HALF};
+use super::{Quads, Simd, UPPER_HALF};
 
-/// Sixteen lanes. With `VNNI`, one instruction multiplies pairs of whole numbers and adds them up, to the same bits.
+/// Sixteen lanes. With `VNNI`, whole numbers are multiplied in fours of bytes, to the same bits.
 pub(crate) struct Avx512<const VNNI: bool>;
 
 impl<const VNNI: bool> Simd for Avx512<VNNI> {
@@ -19,6 +19,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     const WIDENS_BESIDE: bool = false;
     type V = __m512;
     type I = __m512i;
+    const TOGETHER: usize = if VNNI { 4 } else { 2 };
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
@@ -122,6 +123,14 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         _mm512_setzero_si512()
     }
     #[inline(always)]
+    unsafe fn add_i32(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_add_epi32(a, b)
+    }
+    #[inline(always)]
+    unsafe fn sum_i32(x: __m512i) -> i32 {
+        _mm512_reduce_add_epi32(x)
+    }
+    #[inline(always)]
     unsafe fn widen_i8(from: *const i8) -> __m512i {
         _mm512_cvtepi8_epi16(_mm256_loadu_si256(from.cast()))
     }
@@ -157,20 +166,30 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     }
     #[inline(always)]
     unsafe fn dot_pairs(sums: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        if VNNI {
-            _mm512_dpwssd_epi32(sums, a, b)
-        } else {
-            _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
-        }
+        _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
     }
     #[inline(always)]
     unsafe fn to_f32(x: __m512i) -> __m512 {
         _mm512_cvtepi32_ps(x)
     }
     #[inline(always)]
-    unsafe fn store_i16(to: *mut i16, x: __m512) {
-        let whole = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x));
-        _mm256_storeu_si256(to.cast(), whole);
+    unsafe fn round(x: __m512) -> __m512i {
+        _mm512_cvtps_epi32(x)
+    }
+    #[inline(always)]
+    unsafe fn store_whole(to: *mut u8, x: __m512i) {
+        let bytes = if VNNI {
+            // A number's lower byte is rounded to, so the upper one may be one more than its bits.
+            let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(x, _mm512_set1_epi32(128)));
+            let (lower, upper) = (_mm512_cvtepi32_epi8(x), _mm512_cvtepi32_epi8(upper));
+            _mm256_set_m128i(
+                _mm_unpackhi_epi32(lower, upper),
+                _mm_unpacklo_epi32(lower, upper),
+            )
+        } else {
+            _mm512_cvtsepi32_epi16(x)
+        };
+        _mm256_storeu_si256(to.cast(), bytes);
     }
 
     #[inline(always)]
@@ -181,5 +200,28 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     unsafe fn store_i8(to: *mut i8, x: __m512) {
         let whole = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
         _mm_storeu_si128(to.cast(), whole);
+    }
+}
+
+impl Quads for Avx512<true> {
+    #[inline(always)]
+    unsafe fn splat_i32(x: i32) -> __m512i {
+        _mm512_set1_epi32(x)
+    }
+    #[inline(always)]
+    unsafe fn dot_quads(sums: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        _mm512_dpbusd_epi32(sums, w, x)
+    }
+    #[inline(always)]
+    unsafe fn shift_up(x: __m512i) -> __m512i {
+        _mm512_slli_epi32::<8>(x)
+    }
+    #[inline(always)]
+    unsafe fn halves(x: __m512i) -> [__m512i; 2] {
+        let mask = _mm512_set1_epi8(15);
+        [
+            _mm512_and_si512(x, mask),
+            _mm512_and_si512(_mm512_srli_epi16::<4>(x), mask),
+        ]
     }
 }

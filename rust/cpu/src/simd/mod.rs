@@ -79,7 +79,11 @@ pub(crate) trait Simd: Sized {
 
     /// `LANES` 32-bit sums.
     type I: Copy;
+    /// Whole numbers that are multiplied together: pairs of 16 bits, or where the set is of [`Quads`] fours.
+    const TOGETHER: usize;
     unsafe fn zero_i32() -> Self::I;
+    unsafe fn add_i32(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn sum_i32(x: Self::I) -> i32;
     /// `2 * LANES` signed bytes as 16-bit numbers.
     unsafe fn widen_i8(from: *const i8) -> Self::I;
     /// A pair of 16-bit numbers for each lane.
@@ -105,8 +109,11 @@ pub(crate) trait Simd: Sized {
         dot_tile::<Self, R, N>(x, w, sums);
     }
     unsafe fn to_f32(x: Self::I) -> Self::V;
-    /// `LANES` nearest whole numbers, ties to even; those beyond 16 bits are anything.
-    unsafe fn store_i16(to: *mut i16, x: Self::V);
+    /// The nearest whole numbers, ties to even; those beyond 32 bits are anything.
+    unsafe fn round(x: Self::V) -> Self::I;
+    /// `LANES` whole numbers as they are multiplied: 16 bits each, or of four the lower bytes and then the upper ones, so that
+    /// a number is `256 · upper + lower`, both signed. Those beyond are anything.
+    unsafe fn store_whole(to: *mut u8, x: Self::I);
 
     // What the KV cache needs.
     /// The nearest float16, ties to even; infinite beyond 65,504.
@@ -153,6 +160,17 @@ pub(crate) fn no_load_moves_up() {
 
 /// Inputs of a tile that are multiplied in one go: else counting takes the place of multiplying.
 pub(crate) const INPUTS: usize = 4;
+
+/// An instruction set that multiplies fours of bytes and adds them up.
+pub(crate) trait Quads: Simd {
+    unsafe fn splat_i32(x: i32) -> Self::I;
+    /// `sums + x0 * w0 + ... + x3 * w3` by lane: `w` without sign, `x` with one.
+    unsafe fn dot_quads(sums: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// Times 256.
+    unsafe fn shift_up(x: Self::I) -> Self::I;
+    /// The lower four bits of each byte, and the upper ones.
+    unsafe fn halves(x: Self::I) -> [Self::I; 2];
+}
 
 /// `sums[r][n] + x[p][r] * w[p][n]` over some inputs, as the compiler makes it.
 #[inline(always)]

@@ -20,6 +20,7 @@ impl Simd for Portable {
     const WIDENS_BESIDE: bool = true;
     type V = V;
     type I = [i32; LANES]; // sums, or pairs of 16-bit numbers
+    const TOGETHER: usize = 2;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> V {
@@ -110,6 +111,14 @@ impl Simd for Portable {
         [0; LANES]
     }
     #[inline(always)]
+    unsafe fn add_i32(a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn sum_i32(x: Self::I) -> i32 {
+        x.iter().fold(0, |sum: i32, &x| sum.wrapping_add(x))
+    }
+    #[inline(always)]
     unsafe fn widen_i8(from: *const i8) -> Self::I {
         let bytes = from.cast::<[i8; 2 * LANES]>().read_unaligned();
         std::array::from_fn(|i| pair(bytes[2 * i].into(), bytes[2 * i + 1].into()))
@@ -156,9 +165,13 @@ impl Simd for Portable {
         each(|i| x[i] as f32)
     }
     #[inline(always)]
-    unsafe fn store_i16(to: *mut i16, x: V) {
+    unsafe fn round(x: V) -> Self::I {
+        x.map(|x| x.round_ties_even() as i32)
+    }
+    #[inline(always)]
+    unsafe fn store_whole(to: *mut u8, x: Self::I) {
         to.cast::<[i16; LANES]>()
-            .write_unaligned(x.map(|x| x.round_ties_even() as i16));
+            .write_unaligned(x.map(|x| x as i16));
     }
 
     #[inline(always)]
