@@ -163,7 +163,7 @@ macro_rules! whole_kernels {
                 tile_rows: [
                     $like::KERNELS.tile_rows[0],
                     tile::max_rows_of_halves::<$simd, $quads>(),
-                    tile::max_rows_with_totals::<$simd, $quads>(),
+                    tile::max_rows::<$simd, $quads>(),
                 ],
                 panel,
                 quantise,

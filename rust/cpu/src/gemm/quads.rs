@@ -11,7 +11,7 @@ use super::blocks::{Kind, heads_of};
 use super::{Panel, Words, store_row};
 use crate::matrix::BLOCK;
 use crate::simd::Quads;
-use crate::tile::{Prefetch, max_rows_of_halves, max_rows_with_totals, store_tile};
+use crate::tile::{Prefetch, max_rows, max_rows_of_halves, store_tile};
 
 /// Fours of inputs between two looks at what is to be asked for, for one row.
 const ROW_QUADS: usize = 4;
@@ -166,9 +166,7 @@ pub(super) unsafe fn panels_of_blocks<S: Quads, K: Kind, const N: usize>(p: &Pan
         if K::QUADS > 1 {
             expand::<S, K, N>(p, 0..num_blocks);
         }
-        tiles!(max_rows_with_totals::<S, N>(), N, p, |row| tile_of_blocks(
-            S, K
-        )(
+        tiles!(max_rows::<S, N>(), N, p, |row| tile_of_blocks(S, K)(
             p,
             row,
             &mut prefetch
