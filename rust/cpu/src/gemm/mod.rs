@@ -26,8 +26,6 @@ const MAX_ROWS: usize = 512;
 const NEAR_BYTES: usize = 64 << 10;
 /// Bytes that a worker takes at once for one row: enough that what a new stream costs is little.
 const STREAMED_BYTES: usize = 96 << 10;
-/// Bytes of a stream from what is multiplied to what is asked for.
-const AHEAD: usize = 512;
 /// Words of weights that several tiles are multiplied with before the next ones, where the first level holds them.
 const PART_WORDS: usize = 6144;
 
@@ -109,10 +107,10 @@ impl Panel {
     /// panel's end it is the next one's beginning.
     #[inline(always)]
     unsafe fn ask<S: Simd, const J: usize>(&self, stride: usize, done: usize, num_bytes: usize) {
-        let from = self.weights.wrapping_add(done + AHEAD);
+        let from = self.weights.wrapping_add(done + S::AHEAD);
         for line in (0..num_bytes).step_by(64) {
             for j in 0..J {
-                S::prefetch(from.wrapping_add(j * stride + line));
+                S::prefetch_near(from.wrapping_add(j * stride + line));
             }
         }
     }

@@ -16,6 +16,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const LANES: usize = 8;
     const NUM_REGISTERS: usize = 16;
     const WIDENS_BESIDE: bool = true;
+    const AHEAD: usize = 512;
     type V = __m256;
     type I = __m256i;
     const TOGETHER: usize = if VNNI { 4 } else { 2 };

@@ -17,6 +17,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     const LANES: usize = 16;
     const NUM_REGISTERS: usize = 32;
     const WIDENS_BESIDE: bool = false;
+    const AHEAD: usize = 1024;
     type V = __m512;
     type I = __m512i;
     const TOGETHER: usize = if VNNI { 4 } else { 2 };

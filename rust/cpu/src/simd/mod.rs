@@ -34,6 +34,8 @@ pub(crate) trait Simd: Sized {
     const NUM_REGISTERS: usize;
     /// Whether weights are widened beside multiplications, and not instead of some.
     const WIDENS_BESIDE: bool;
+    /// Bytes of a stream of weights from what is multiplied to what is asked for.
+    const AHEAD: usize;
     /// A vector.
     type V: Copy;
 

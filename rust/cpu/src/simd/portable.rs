@@ -18,6 +18,7 @@ impl Simd for Portable {
     const LANES: usize = LANES;
     const NUM_REGISTERS: usize = 16;
     const WIDENS_BESIDE: bool = true;
+    const AHEAD: usize = 512;
     type V = V;
     type I = [i32; LANES]; // sums, or pairs of 16-bit numbers
     const TOGETHER: usize = 2;
