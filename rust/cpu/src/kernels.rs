@@ -36,7 +36,8 @@ pub(crate) struct Kernels {
     /// Lays a tile's rows, so many numbers apart, of so many words, side by side.
     pub(crate) pack: unsafe fn(*const f32, usize, usize, usize, *mut f32),
     pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
-    pub(crate) rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
+    /// Rotates heads of a token, each of so many numbers.
+    pub(crate) rotate: unsafe fn(&mut [f32], usize, &[f32], &[f32]),
     /// What the machine's limits are measured by.
     pub(crate) read: unsafe fn(&[f32]) -> f32,
     pub(crate) chains: unsafe fn(f32, usize) -> f32,
@@ -157,9 +158,9 @@ macro_rules! kernels {
                 unsafe { rowwise::quantise::<S>(x, limit, out) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+            unsafe fn rotate(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
                 // SAFETY: as above.
-                unsafe { rowwise::rotate::<S>(head, cos, sin) }
+                unsafe { rowwise::rotate::<S>(x, head_dim, cos, sin) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn read(numbers: &[f32]) -> f32 {

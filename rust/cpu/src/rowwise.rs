@@ -154,11 +154,19 @@ pub(crate) unsafe fn gelu_mul<S: Simd>(gate_up: &[f32], out: &mut [f32]) {
     });
 }
 
-/// Rotates the first half of a head's rotary part with its second.
+/// Rotates, in each head, the first half of its rotary part with the second.
 #[inline(always)]
-pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+pub(crate) unsafe fn rotate<S: Simd>(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
+    for head in x.chunks_exact_mut(head_dim) {
+        rotate_head::<S>(head, cos, sin);
+    }
+}
+
+#[inline(always)]
+unsafe fn rotate_head<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();
-    let (a, b) = head.split_at_mut(half);
+    let (a, b) = head[..2 * half].split_at_mut(half);
+    let sin = &sin[..half];
     let num_whole = half / S::LANES * S::LANES;
     for at in (0..num_whole).step_by(S::LANES) {
         let (x, y) = (S::load(a[at..].as_ptr()), S::load(b[at..].as_ptr()));

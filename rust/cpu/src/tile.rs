@@ -7,8 +7,6 @@
     reason = "kernels: their one contract is that the tile's pointers are valid for its sizes"
 )]
 
-use std::ops::Range;
-
 use crate::simd::{self, INPUTS, Simd, TURNED, Weight};
 
 /// Inputs between two looks at what is to be prefetched.
@@ -103,6 +101,9 @@ impl Tiles {
 }
 
 /// Lays a tile's rows of words of 32 bits side by side: `to[word][row]`.
+///
+/// It goes by four rows. Of more, the last four may have some of the ones before among them; of fewer, the last one stands
+/// for what is missing, and the next words are written over it.
 #[inline(always)]
 pub(crate) unsafe fn pack<S: Simd>(
     x: *const f32,
@@ -111,51 +112,19 @@ pub(crate) unsafe fn pack<S: Simd>(
     num_words: usize,
     to: *mut f32,
 ) {
-    match num_rows {
-        2 => pack_rows::<S, 2>(x, stride, num_words, to),
-        3 => pack_rows::<S, 3>(x, stride, num_words, to),
-        4 => pack_rows::<S, 4>(x, stride, num_words, to),
-        5 => pack_rows::<S, 5>(x, stride, num_words, to),
-        6 => pack_rows::<S, 6>(x, stride, num_words, to),
-        7 => pack_rows::<S, 7>(x, stride, num_words, to),
-        8 => pack_rows::<S, 8>(x, stride, num_words, to),
-        _ => pack_words(x, stride, num_rows, 0..num_words, to),
-    }
-}
-
-/// Four rows at once. Of more, the last four may have some of the ones before among them; of fewer, the last one stands for
-/// what is missing, and the next word's rows are written over it.
-#[inline(always)]
-unsafe fn pack_rows<S: Simd, const R: usize>(
-    x: *const f32,
-    stride: usize,
-    num_words: usize,
-    to: *mut f32,
-) {
-    let beyond = 4usize.saturating_sub(R).div_ceil(R);
-    let num_whole = num_words.saturating_sub(beyond) / TURNED * TURNED;
-    for word in (0..num_whole).step_by(TURNED) {
-        for first in (0..R).step_by(4) {
-            let first = first.min(R.saturating_sub(4));
-            let mut rows = [x; 4];
-            for (place, row) in rows.iter_mut().enumerate() {
-                *row = x.add((first + place).min(R - 1) * stride + word);
-            }
-            S::turn(rows, to.add(word * R + first), R);
+    let num_missing = 4usize.saturating_sub(num_rows);
+    let num_turned = num_words.saturating_sub(num_missing) / TURNED * TURNED;
+    for first in (0..num_rows).step_by(4) {
+        let first = first.min(num_rows.saturating_sub(4));
+        let mut rows = [x; 4];
+        for (place, row) in rows.iter_mut().enumerate() {
+            *row = x.add((first + place).min(num_rows - 1) * stride);
+        }
+        for word in (0..num_turned).step_by(TURNED) {
+            S::turn(rows, word, to.add(word * num_rows + first), num_rows);
         }
     }
-    pack_words(x, stride, R, num_whole..num_words, to);
-}
-
-#[inline(always)]
-unsafe fn pack_words(
-    x: *const f32,
-    stride: usize,
-    num_rows: usize,
-    words: Range<usize>,
-    to: *mut f32,
-) {
-    for word in words {
+    for word in num_turned..num_words {
         for row in 0..num_rows {
             to.add(word * num_rows + row)
                 .write(x.add(row * stride + word).read());
@@ -316,7 +285,6 @@ unsafe fn tile<S: Simd, const R: usize, const N: usize>(t: &Product) {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::Isa;
     use crate::kernels::Kernels;
 

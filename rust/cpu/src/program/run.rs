@@ -393,9 +393,7 @@ impl Running<'_> {
             let cos = self.at(cos).row(row, half);
             let sin = self.at(sin).row(row, half);
             let rotated = self.at(qkv).row_mut(row, num_rotated * dim);
-            for head in rotated.chunks_exact_mut(dim) {
-                (self.kernels.rotate)(&mut head[..2 * half], cos, sin);
-            }
+            (self.kernels.rotate)(rotated, dim, cos, sin);
         }
     }
 

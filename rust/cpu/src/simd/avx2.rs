@@ -113,11 +113,10 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)))
     }
     #[inline(always)]
-    unsafe fn turn(rows: [*const f32; 4], to: *mut f32, stride: usize) {
-        // Shuffles leave bits as they are. Each half of a register holds its own square of four words.
-        let [a, b, c, d] = rows;
-        let (a, b) = (_mm256_loadu_ps(a), _mm256_loadu_ps(b));
-        let (c, d) = (_mm256_loadu_ps(c), _mm256_loadu_ps(d));
+    unsafe fn turn([a, b, c, d]: [*const f32; 4], word: usize, to: *mut f32, stride: usize) {
+        // Each half of a register holds a square of its own. Shuffles leave bits as they are.
+        let (a, b) = (_mm256_loadu_ps(a.add(word)), _mm256_loadu_ps(b.add(word)));
+        let (c, d) = (_mm256_loadu_ps(c.add(word)), _mm256_loadu_ps(d.add(word)));
         let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
         let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
         let words = [

@@ -109,9 +109,9 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         _mm512_reduce_max_ps(x)
     }
     #[inline(always)]
-    unsafe fn turn(rows: [*const f32; 4], to: *mut f32, stride: usize) {
-        // Twice as wide shuffles go half as often.
-        Avx2::<false>::turn(rows, to, stride);
+    unsafe fn turn(rows: [*const f32; 4], word: usize, to: *mut f32, stride: usize) {
+        // Shuffles of twice the width are done half as often.
+        Avx2::<false>::turn(rows, word, to, stride);
     }
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {

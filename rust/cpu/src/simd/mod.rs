@@ -75,15 +75,15 @@ pub(crate) trait Simd: Sized {
     /// The sums of four vectors, each in one order.
     unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
-    /// Lays [`TURNED`] words of four rows side by side, as bits: four at `to`, the next word's `stride` on. They are written
-    /// in order, so that a word's rows may be fewer.
+    /// Lays [`TURNED`] words of four rows, from one on, side by side: the first words at `to`, the next ones `stride` on. They
+    /// are bits, and written in order: with a stride below 4, over the end of what is before them.
     #[inline(always)]
-    unsafe fn turn(rows: [*const f32; 4], to: *mut f32, stride: usize) {
+    unsafe fn turn(rows: [*const f32; 4], word: usize, to: *mut f32, stride: usize) {
         for first in (0..TURNED).step_by(4) {
             // Squares, which the compiler has instructions for.
             let mut words = [[0.0f32; 4]; 4];
             for row in 0..4 {
-                let row_words = rows[row].add(first).cast::<[f32; 4]>().read();
+                let row_words = rows[row].add(word + first).cast::<[f32; 4]>().read();
                 for place in 0..4 {
                     words[place][row] = row_words[place];
                 }
