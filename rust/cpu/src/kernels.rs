@@ -10,6 +10,9 @@ use crate::rowwise;
 use crate::simd::{self, Simd};
 use crate::tile;
 
+/// Of two rows, a weight and its `eps`: the sum, and its norm.
+type AddRmsNorm = unsafe fn([&[f32]; 2], &[f32], f32, &mut [f32], &mut [f32]);
+
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
 /// it.
 pub(crate) struct Kernels {
@@ -27,7 +30,7 @@ pub(crate) struct Kernels {
     pub(crate) store: unsafe fn(&[f32], usize, KvFormat, *mut u8),
     /// Of as many numbers as the weight has.
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
-    pub(crate) add_rms_norm: unsafe fn([&[f32]; 2], &[f32], f32, &mut [f32], &mut [f32]),
+    pub(crate) add_rms_norm: AddRmsNorm,
     pub(crate) add: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) scale: unsafe fn(f32, &mut [f32]),
     pub(crate) softcap: unsafe fn(f32, &mut [f32]),
