@@ -112,6 +112,30 @@ fn ops_on_rows_are_their_formulas() {
 }
 
 #[test]
+fn a_sum_that_is_normed_while_it_is_there_has_the_bits_of_one_normed_later() {
+    let mut numbers = Numbers::new(17);
+    for width in [1, 5, WIDTH, 48] {
+        let (x, weight) = (numbers.take(ROWS * width), numbers.take(width));
+        for isa in isas() {
+            let normed = |is_later: bool| {
+                let op = |b: &mut Builder, v| {
+                    let weight = b.vector(weight.clone());
+                    let other = b.scale(v, 0.3);
+                    let sum = b.add(v, other);
+                    if is_later {
+                        b.scale(v, 2.0); // a stage in between
+                    }
+                    let normed = b.rms_norm(sum, weight, 1e-5);
+                    b.add(sum, normed)
+                };
+                shown(isa, &x, width, op, width)
+            };
+            assert_eq!(normed(false), normed(true), "{} {width}", isa.name());
+        }
+    }
+}
+
+#[test]
 fn rounded_values_are_read_by_several_products_and_by_other_ops() {
     let mut numbers = Numbers::new(16);
     let (x, weight) = (numbers.take(ROWS * WIDTH), numbers.take(WIDTH));

@@ -10,6 +10,9 @@ use crate::rowwise;
 use crate::simd::{self, Simd};
 use crate::tile;
 
+/// Of two rows, a weight and its `eps`: the sum, and its norm.
+type AddRmsNorm = unsafe fn([&[f32]; 2], &[f32], f32, &mut [f32], &mut [f32]);
+
 /// One instruction set's kernels. Each may only be called where the CPU has the instructions: [`Kernels::of`] sees to
 /// it.
 pub(crate) struct Kernels {
@@ -25,14 +28,19 @@ pub(crate) struct Kernels {
     pub(crate) attend_chunk: unsafe fn(&mut ChunkTile<'_>),
     /// Stores heads of a token, each of so many numbers, in the cache.
     pub(crate) store: unsafe fn(&[f32], usize, KvFormat, *mut u8),
-    pub(crate) rms_norm: unsafe fn(&[f32], f32, &mut [f32]),
+    /// Of as many numbers as the weight has.
+    pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
+    pub(crate) add_rms_norm: AddRmsNorm,
     pub(crate) add: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) scale: unsafe fn(f32, &mut [f32]),
     pub(crate) softcap: unsafe fn(f32, &mut [f32]),
     pub(crate) silu_mul: unsafe fn(&[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &mut [f32]),
+    /// Lays a tile's rows, so many numbers apart, of so many words, side by side.
+    pub(crate) pack: unsafe fn(*const f32, usize, usize, usize, *mut f32),
     pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
-    pub(crate) rotate: unsafe fn(&mut [f32], &[f32], &[f32]),
+    /// Rotates heads of a token, each of so many numbers.
+    pub(crate) rotate: unsafe fn(&mut [f32], usize, &[f32], &[f32]),
     /// What the machine's limits are measured by.
     pub(crate) read: unsafe fn(&[f32]) -> f32,
     pub(crate) chains: unsafe fn(f32, usize) -> f32,
@@ -60,11 +68,13 @@ macro_rules! kernels {
                 attend_chunk,
                 store,
                 rms_norm,
+                add_rms_norm,
                 add,
                 scale,
                 softcap,
                 silu_mul,
                 gelu_mul,
+                pack,
                 quantise,
                 rotate,
                 read,
@@ -94,9 +104,20 @@ macro_rules! kernels {
                 unsafe { rowwise::store::<S>(x, head_dim, format, to) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn rms_norm(weight: &[f32], eps: f32, x: &mut [f32]) {
+            unsafe fn rms_norm(x: *const f32, weight: &[f32], eps: f32, out: *mut f32) {
                 // SAFETY: as above.
-                unsafe { rowwise::rms_norm::<S>(weight, eps, x) }
+                unsafe { rowwise::rms_norm::<S>(x, weight, eps, out) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn add_rms_norm(
+                added: [&[f32]; 2],
+                weight: &[f32],
+                eps: f32,
+                sum: &mut [f32],
+                out: &mut [f32],
+            ) {
+                // SAFETY: as above.
+                unsafe { rowwise::add_rms_norm::<S>(added, weight, eps, sum, out) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn add(x: &[f32], y: &[f32], out: &mut [f32]) {
@@ -124,14 +145,25 @@ macro_rules! kernels {
                 unsafe { rowwise::gelu_mul::<S>(gate_up, out) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn pack(
+                x: *const f32,
+                stride: usize,
+                num_rows: usize,
+                num_words: usize,
+                to: *mut f32,
+            ) {
+                // SAFETY: as above.
+                unsafe { tile::pack::<S>(x, stride, num_rows, num_words, to) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
                 // SAFETY: as above.
                 unsafe { rowwise::quantise::<S>(x, limit, out) }
             }
             $(#[target_feature(enable = $features)])?
-            unsafe fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+            unsafe fn rotate(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
                 // SAFETY: as above.
-                unsafe { rowwise::rotate::<S>(head, cos, sin) }
+                unsafe { rowwise::rotate::<S>(x, head_dim, cos, sin) }
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn read(numbers: &[f32]) -> f32 {

@@ -53,27 +53,61 @@ macro_rules! map2 {
     }};
 }
 
-/// `x / sqrt(mean(x²) + eps) · weight`, in place.
+/// `x / sqrt(mean(x²) + eps) · weight`, of as many numbers as `weight` has; `out` may be `x`.
 #[inline(always)]
-pub(crate) unsafe fn rms_norm<S: Simd>(weight: &[f32], eps: f32, x: &mut [f32]) {
-    let num_whole = x.len() / S::LANES * S::LANES;
+pub(crate) unsafe fn rms_norm<S: Simd>(x: *const f32, weight: &[f32], eps: f32, out: *mut f32) {
+    let num_whole = weight.len() / S::LANES * S::LANES;
     let mut squares = S::splat(0.0);
     for at in (0..num_whole).step_by(S::LANES) {
-        let v = S::load(x[at..].as_ptr());
+        let v = S::load(x.add(at));
         squares = S::fma(v, v, squares);
     }
-    let sum = S::sum(squares) + x[num_whole..].iter().map(|v| v * v).sum::<f32>();
-    let scale = 1.0 / (sum / x.len() as f32 + eps).sqrt();
-    let weight = &weight[..x.len()];
-    for at in (0..num_whole).step_by(S::LANES) {
-        let normed = S::mul(S::load(x[at..].as_ptr()), S::splat(scale));
-        S::store(
-            x[at..].as_mut_ptr(),
-            S::mul(normed, S::load(weight[at..].as_ptr())),
-        );
+    let mut rest = 0.0;
+    for at in num_whole..weight.len() {
+        rest += *x.add(at) * *x.add(at);
     }
-    for at in num_whole..x.len() {
-        x[at] = x[at] * scale * weight[at];
+    norm_by::<S>(x, weight, S::sum(squares) + rest, eps, out);
+}
+
+/// `sum = x + y`, and its [`rms_norm`], to the same bits.
+#[inline(always)]
+pub(crate) unsafe fn add_rms_norm<S: Simd>(
+    [x, y]: [&[f32]; 2],
+    weight: &[f32],
+    eps: f32,
+    sum: &mut [f32],
+    out: &mut [f32],
+) {
+    let len = weight.len();
+    let (x, y, sum, out) = (&x[..len], &y[..len], &mut sum[..len], &mut out[..len]);
+    let num_whole = len / S::LANES * S::LANES;
+    let mut squares = S::splat(0.0);
+    for at in (0..num_whole).step_by(S::LANES) {
+        let v = S::add(S::load(x[at..].as_ptr()), S::load(y[at..].as_ptr()));
+        S::store(sum[at..].as_mut_ptr(), v);
+        squares = S::fma(v, v, squares);
+    }
+    let mut rest = 0.0;
+    for at in num_whole..len {
+        sum[at] = x[at] + y[at];
+        rest += sum[at] * sum[at];
+    }
+    let squares = S::sum(squares) + rest;
+    norm_by::<S>(sum.as_ptr(), weight, squares, eps, out.as_mut_ptr());
+}
+
+/// The second half of `rms_norm`: `squares` is the sum of all numbers' squares.
+#[inline(always)]
+unsafe fn norm_by<S: Simd>(x: *const f32, weight: &[f32], squares: f32, eps: f32, out: *mut f32) {
+    let len = weight.len();
+    let num_whole = len / S::LANES * S::LANES;
+    let scale = 1.0 / (squares / len as f32 + eps).sqrt();
+    for at in (0..num_whole).step_by(S::LANES) {
+        let normed = S::mul(S::load(x.add(at)), S::splat(scale));
+        S::store(out.add(at), S::mul(normed, S::load(weight[at..].as_ptr())));
+    }
+    for at in num_whole..len {
+        *out.add(at) = *x.add(at) * scale * weight[at];
     }
 }
 
@@ -119,11 +153,19 @@ pub(crate) unsafe fn gelu_mul<S: Simd>(gate_up: &[f32], out: &mut [f32]) {
     });
 }
 
-/// Rotates the first half of a head's rotary part with its second.
+/// Rotates, in each head, the first half of its rotary part with the second.
 #[inline(always)]
-pub(crate) unsafe fn rotate<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
+pub(crate) unsafe fn rotate<S: Simd>(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
+    for head in x.chunks_exact_mut(head_dim) {
+        rotate_head::<S>(head, cos, sin);
+    }
+}
+
+#[inline(always)]
+unsafe fn rotate_head<S: Simd>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let half = cos.len();
-    let (a, b) = head.split_at_mut(half);
+    let (a, b) = head[..2 * half].split_at_mut(half);
+    let sin = &sin[..half];
     let num_whole = half / S::LANES * S::LANES;
     for at in (0..num_whole).step_by(S::LANES) {
         let (x, y) = (S::load(a[at..].as_ptr()), S::load(b[at..].as_ptr()));

@@ -7,9 +7,7 @@
     reason = "kernels: their one contract is that the tile's pointers are valid for its sizes"
 )]
 
-use std::ops::Range;
-
-use crate::simd::{self, INPUTS, Simd, Weight};
+use crate::simd::{self, INPUTS, Simd, TURNED, Weight};
 
 /// The most units of work between two looks at what is to be prefetched.
 const MAX_UNITS: usize = 32;
@@ -114,50 +112,30 @@ impl Tiles {
 }
 
 /// Lays a tile's rows of words of 32 bits side by side: `to[word][row]`.
-pub(crate) unsafe fn pack(
+///
+/// It goes by four rows. Of more, the last four may have some of the ones before among them; of fewer, the last one stands
+/// for what is missing, and the next words are written over it.
+#[inline(always)]
+pub(crate) unsafe fn pack<S: Simd>(
     x: *const f32,
     stride: usize,
     num_rows: usize,
     num_words: usize,
     to: *mut f32,
 ) {
-    match num_rows {
-        4 => pack_rows::<4>(x, stride, num_words, to),
-        5 => pack_rows::<5>(x, stride, num_words, to),
-        6 => pack_rows::<6>(x, stride, num_words, to),
-        8 => pack_rows::<8>(x, stride, num_words, to),
-        _ => pack_words(x, stride, num_rows, 0..num_words, to),
-    }
-}
-
-/// Four words at once, which is a square of four rows that vectors of any CPU turn.
-unsafe fn pack_rows<const R: usize>(x: *const f32, stride: usize, num_words: usize, to: *mut f32) {
-    const WORDS: usize = 4;
-    let num_whole = num_words / WORDS * WORDS;
-    for word in (0..num_whole).step_by(WORDS) {
-        let mut rows = [[0.0f32; WORDS]; R];
-        for (row, words) in rows.iter_mut().enumerate() {
-            *words = x.add(row * stride + word).cast::<[f32; WORDS]>().read();
+    let num_missing = 4usize.saturating_sub(num_rows);
+    let num_turned = num_words.saturating_sub(num_missing) / TURNED * TURNED;
+    for first in (0..num_rows).step_by(4) {
+        let first = first.min(num_rows.saturating_sub(4));
+        let mut rows = [x; 4];
+        for (place, row) in rows.iter_mut().enumerate() {
+            *row = x.add((first + place).min(num_rows - 1) * stride);
         }
-        let mut turned = [[0.0f32; R]; WORDS];
-        for place in 0..WORDS {
-            for row in 0..R {
-                turned[place][row] = rows[row][place];
-            }
+        for word in (0..num_turned).step_by(TURNED) {
+            S::turn(rows, word, to.add(word * num_rows + first), num_rows);
         }
-        to.add(word * R).cast::<[[f32; R]; WORDS]>().write(turned);
     }
-    pack_words(x, stride, R, num_whole..num_words, to);
-}
-
-unsafe fn pack_words(
-    x: *const f32,
-    stride: usize,
-    num_rows: usize,
-    words: Range<usize>,
-    to: *mut f32,
-) {
-    for word in words {
+    for word in num_turned..num_words {
         for row in 0..num_rows {
             to.add(word * num_rows + row)
                 .write(x.add(row * stride + word).read());
@@ -312,6 +290,48 @@ unsafe fn tile<S: Simd, const R: usize, const N: usize>(t: &Product) {
     for r in 0..R {
         for n in 0..N {
             S::store(t.out.add(r * t.out_stride + n * S::LANES), sums[r][n]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Isa;
+    use crate::kernels::Kernels;
+
+    #[test]
+    fn rows_of_any_bits_lie_side_by_side() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_here()) {
+            for num_rows in 1..=8 {
+                for num_words in (0..40).chain([289]) {
+                    let stride = num_words + 3;
+                    // Many are no number, and have a payload to lose.
+                    let x: Vec<f32> = (0..num_rows * stride)
+                        .map(|place| f32::from_bits((place as u32).wrapping_mul(0x9e37_79b1)))
+                        .chain([f32::from_bits(0x7f80_0001), f32::from_bits(0xff9a_bcde)])
+                        .collect();
+                    let mut wanted = vec![7; num_rows * num_words + 8];
+                    for word in 0..num_words {
+                        for row in 0..num_rows {
+                            let from = row * stride + word + 2;
+                            wanted[word * num_rows + row] = x[from].to_bits();
+                        }
+                    }
+                    let mut found = vec![f32::from_bits(7); wanted.len()];
+                    // SAFETY: this CPU has the instructions, and the rows lie in `x`, and in `found`.
+                    unsafe {
+                        (Kernels::of(isa).pack)(
+                            x.as_ptr().add(2),
+                            stride,
+                            num_rows,
+                            num_words,
+                            found.as_mut_ptr(),
+                        );
+                    }
+                    let found: Vec<u32> = found.into_iter().map(f32::to_bits).collect();
+                    assert_eq!(found, wanted, "{} {num_rows} {num_words}", isa.name());
+                }
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::kv::KvView;
 use crate::matrix::Matrix;
 use crate::memory::{Buffer, Rows};
 use crate::step::Step;
-use crate::tile::{self, Tiles};
+use crate::tile::Tiles;
 
 /// Numbers of a unit of rows, at least: less is not worth sharing.
 const MIN_NUMBERS: usize = 4096;
@@ -263,7 +263,7 @@ impl Running<'_> {
         // SAFETY: the rows are this worker's; a value by tiles takes no more place than one by rows.
         unsafe {
             let to = self.at(out).at(0).add(rows.start * width);
-            tile::pack(from, stride, rows.len(), width, to);
+            (self.kernels.pack)(from, stride, rows.len(), width, to);
         }
     }
 
@@ -340,8 +340,8 @@ impl Running<'_> {
                     to.copy_from_slice(self.at(x).row(token, width));
                 }
                 Stage::Norm { x, weight, eps, .. } => {
-                    to.copy_from_slice(of(x));
-                    (kernels.rms_norm)(&self.vectors[weight.0], eps, to);
+                    let weight = &self.vectors[weight.0];
+                    (kernels.rms_norm)(of(x).as_ptr(), weight, eps, to.as_mut_ptr());
                 }
                 Stage::AddNorm {
                     x,
@@ -352,9 +352,8 @@ impl Running<'_> {
                     ..
                 } => {
                     let sum = self.at(sum).row_mut(row, width);
-                    (kernels.add)(of(x), of(y), sum);
-                    to.copy_from_slice(sum);
-                    (kernels.rms_norm)(&self.vectors[weight.0], eps, to);
+                    let weight = &self.vectors[weight.0];
+                    (kernels.add_rms_norm)([of(x), of(y)], weight, eps, sum, to);
                 }
                 Stage::Add { x, y, .. } => (kernels.add)(of(x), of(y), to),
                 Stage::Quantise { x, limit, .. } => (kernels.quantise)(of(x), limit, to),
@@ -394,9 +393,7 @@ impl Running<'_> {
             let cos = self.at(cos).row(row, half);
             let sin = self.at(sin).row(row, half);
             let rotated = self.at(qkv).row_mut(row, num_rotated * dim);
-            for head in rotated.chunks_exact_mut(dim) {
-                (self.kernels.rotate)(&mut head[..2 * half], cos, sin);
-            }
+            (self.kernels.rotate)(rotated, dim, cos, sin);
         }
     }
 
@@ -418,9 +415,11 @@ impl Running<'_> {
         };
         let (q, k) = normed.split_at_mut(heads.num_heads * dim);
         for (part, weight) in [(q, q_weight), (k, k_weight)] {
+            let weight = &self.vectors[weight.0];
             for head in part.chunks_exact_mut(dim) {
-                // SAFETY: kernels are those of a CPU that was found to have them.
-                unsafe { (self.kernels.rms_norm)(&self.vectors[weight.0], eps, head) };
+                let head = head.as_mut_ptr();
+                // SAFETY: kernels are those of a CPU that was found to have them; a weight has as many numbers as a head.
+                unsafe { (self.kernels.rms_norm)(head, weight, eps, head) };
             }
         }
     }

@@ -115,6 +115,27 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)))
     }
     #[inline(always)]
+    unsafe fn turn([a, b, c, d]: [*const f32; 4], word: usize, to: *mut f32, stride: usize) {
+        // Each half of a register holds a square of its own. Shuffles leave bits as they are.
+        let (a, b) = (_mm256_loadu_ps(a.add(word)), _mm256_loadu_ps(b.add(word)));
+        let (c, d) = (_mm256_loadu_ps(c.add(word)), _mm256_loadu_ps(d.add(word)));
+        let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        let words = [
+            _mm256_shuffle_ps::<0b01_00_01_00>(ab_low, cd_low),
+            _mm256_shuffle_ps::<0b11_10_11_10>(ab_low, cd_low),
+            _mm256_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high),
+            _mm256_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high),
+        ];
+        for word in 0..4 {
+            _mm_storeu_ps(to.add(word * stride), _mm256_castps256_ps128(words[word]));
+        }
+        for word in 0..4 {
+            let upper = _mm256_extractf128_ps::<1>(words[word]);
+            _mm_storeu_ps(to.add((4 + word) * stride), upper);
+        }
+    }
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(at.cast());
     }

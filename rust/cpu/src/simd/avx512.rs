@@ -111,6 +111,11 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         _mm512_reduce_max_ps(x)
     }
     #[inline(always)]
+    unsafe fn turn(rows: [*const f32; 4], word: usize, to: *mut f32, stride: usize) {
+        // Shuffles of twice the width are done half as often.
+        Avx2::<false>::turn(rows, word, to, stride);
+    }
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }

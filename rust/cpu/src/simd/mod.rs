@@ -23,6 +23,9 @@ pub(crate) mod portable;
 /// The most lanes of a vector.
 pub(crate) const MAX_LANES: usize = 16;
 
+/// Words of a row that are laid beside other rows' in one go.
+pub(crate) const TURNED: usize = 8;
+
 /// Of a pair, the second number.
 const UPPER_HALF: i32 = -1 << 16;
 
@@ -74,6 +77,25 @@ pub(crate) trait Simd: Sized {
     /// The sums of four vectors, each in one order.
     unsafe fn sums(x: [Self::V; 4]) -> [f32; 4];
     unsafe fn largest(x: Self::V) -> f32;
+    /// Lays [`TURNED`] words of four rows, from one on, side by side: the first words at `to`, the next ones `stride` on. They
+    /// are bits, and written in order: with a stride below 4, over the end of what is before them.
+    #[inline(always)]
+    unsafe fn turn(rows: [*const f32; 4], word: usize, to: *mut f32, stride: usize) {
+        for first in (0..TURNED).step_by(4) {
+            // Squares, which the compiler has instructions for.
+            let mut words = [[0.0f32; 4]; 4];
+            for row in 0..4 {
+                let row_words = rows[row].add(word + first).cast::<[f32; 4]>().read();
+                for place in 0..4 {
+                    words[place][row] = row_words[place];
+                }
+            }
+            for place in 0..4 {
+                let to = to.add((first + place) * stride);
+                to.cast::<[f32; 4]>().write(words[place]);
+            }
+        }
+    }
     /// Asks for a cache line: for the second level, or the first where that comes sooner.
     unsafe fn prefetch(at: *const u8);
     /// As `prefetch`, for the first level.
