@@ -272,7 +272,7 @@ fn gguf_blocks_give_their_numbers_and_a_row_the_same_bits_beside_any_others() {
 }
 
 #[test]
-fn vnni_gives_the_bits_of_the_two_instructions_that_it_is_for() {
+fn fours_of_bytes_give_the_bits_of_pairs() {
     for (isa, like) in [(Isa::AvxVnni, Isa::Avx2), (Isa::Avx512Vnni, Isa::Avx512)] {
         if !isa.is_here() {
             println!("skipped: this CPU has no {}", isa.name());
@@ -369,6 +369,35 @@ fn eight_bit_products_are_the_same_on_every_path_and_beside_any_rows_and_near_th
                 let some = &x[..count * num_in];
                 let alone = product(isa, Format::Int8, some, &weight, num_in, Some(&bias), 1);
                 assert_eq!(alone, together[..count * num_out], "{}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_largest_whole_numbers_have_the_same_sums_on_every_path() {
+    // Each number is rounded to the largest, of either sign; weights, too: sums reach what fits in 32 bits.
+    for num_in in [32, 576, 1536] {
+        let weight: Vec<f32> = (0..6 * num_in)
+            .map(|i| if i / num_in % 2 == 0 { 1.0 } else { -1.0 })
+            .collect();
+        let x: Vec<f32> = (0..5 * num_in)
+            .map(|i| if i / num_in % 2 == 0 { 1.0 } else { -1.0 })
+            .collect();
+        for isa in isas() {
+            let found = product(isa, Format::Int8, &x, &weight, num_in, None, 1);
+            for (place, found) in found.iter().enumerate() {
+                let sign = if (place / 6 + place % 6).is_multiple_of(2) {
+                    1.0
+                } else {
+                    -1.0
+                };
+                let wanted = sign * num_in as f32;
+                let (close, name) = (wanted.abs() * 1e-6, isa.name());
+                assert!(
+                    (found - wanted).abs() <= close,
+                    "{name} {num_in} {place}: {found}"
+                );
             }
         }
     }
