@@ -143,17 +143,25 @@ pub(super) unsafe fn lay_queries(a: &Attend<'_>, w: &Work) {
         }
         // Squares, which vectors turn.
         for d in (0..num_whole).step_by(ROWS) {
-            let square = from.map(|from| from.add(d).cast::<[f32; ROWS]>().read_unaligned());
+            let mut square = [[0.0f32; ROWS]; ROWS];
+            for r in 0..ROWS {
+                square[r] = from[r].add(d).cast::<[f32; ROWS]>().read_unaligned();
+            }
+            let mut turned = [[0.0f32; ROWS]; ROWS];
             for place in 0..ROWS {
-                let turned = square.map(|query| query[place] * a.options.scale);
+                for r in 0..ROWS {
+                    turned[place][r] = square[r][place] * a.options.scale;
+                }
+            }
+            for place in 0..ROWS {
                 let to = strip.add((d + place) * STRIP);
-                to.cast::<[f32; ROWS]>().write_unaligned(turned);
+                to.cast::<[f32; ROWS]>().write_unaligned(turned[place]);
             }
         }
         for d in num_whole..w.dim {
-            let turned = from.map(|from| *from.add(d) * a.options.scale);
-            let to = strip.add(d * STRIP);
-            to.cast::<[f32; ROWS]>().write_unaligned(turned);
+            for r in 0..ROWS {
+                *strip.add(d * STRIP + r) = *from[r].add(d) * a.options.scale;
+            }
         }
     }
 }
