@@ -29,8 +29,8 @@ pub(crate) use chunk::{ChunkTile, attend_chunk};
 pub(crate) const TILE: usize = 64;
 /// Query heads × queries that are attended together, at most, unless one query has more heads.
 const MAX_ROWS: usize = 192;
-/// Rows that lie side by side fill whole vectors of any instruction set.
-const ROW_STEP: usize = 16;
+/// Rows of a strip of a chunk, which there is room for wholly: they fill vectors and tiles of any instruction set.
+const STRIP: usize = 48;
 /// Keys of a range, which is summed by itself: a row that decodes with more is shared among workers.
 pub(crate) const RANGE: usize = 512;
 /// The largest score of no keys: finite, so that its distance to itself is a number.
@@ -166,7 +166,7 @@ impl Layout {
         let dim = heads.head_dim.next_multiple_of(16);
         let rows = (heads.max_queries() * heads.group())
             .max(heads.num_heads)
-            .next_multiple_of(ROW_STEP);
+            .next_multiple_of(STRIP);
         let sums = rows * dim;
         let whole = sums + rows * (dim + 2);
         let scores = whole + rows * (dim + 2);
@@ -277,6 +277,7 @@ impl Sums {
         self.weighted.add(row * dim)
     }
 
+    #[inline(always)]
     unsafe fn clear(&self, num_rows: usize, dim: usize) {
         for i in 0..num_rows * dim {
             *self.weighted.add(i) = 0.0;
@@ -324,6 +325,7 @@ impl Sums {
 
 impl Work {
     /// Of the unit's KV head with this index; rows of each have their place in the scratch.
+    #[inline(always)]
     unsafe fn of(a: &Attend<'_>, scratch: *mut f32, index: usize) -> Work {
         let layout = Layout::of(a.heads);
         let (group, dim) = (a.heads.group(), a.heads.head_dim);
@@ -352,14 +354,25 @@ impl Work {
         layer.add(head + E::SCALE_BYTES).cast()
     }
 
+    /// A row's query.
+    #[inline(always)]
+    unsafe fn query(&self, a: &Attend<'_>, row: usize) -> *const f32 {
+        let head = self.kv_head * self.group + row % self.group;
+        let token = a.unit.token + row / self.group;
+        a.qkv.at(token).add(head * self.dim)
+    }
+
     /// Takes the queries, scaled; nothing is summed yet.
-    unsafe fn begin(&self, a: &Attend<'_>) {
-        for r in 0..self.num_rows {
-            let head = self.kv_head * self.group + r % self.group;
-            let from = a.qkv.at(a.unit.token + r / self.group).add(head * self.dim);
-            for d in 0..self.dim {
-                let query = *from.add(d) * a.options.scale;
-                *self.queries.add(r * self.dim + d) = query;
+    #[inline(always)]
+    unsafe fn begin<S: Simd>(&self, a: &Attend<'_>) {
+        if a.unit.num_queries > 1 && chunk::lays_rows_in_lanes::<S>() {
+            chunk::lay_queries(a, self);
+        } else {
+            for r in 0..self.num_rows {
+                let (from, to) = (self.query(a, r), self.queries.add(r * self.dim));
+                for d in 0..self.dim {
+                    *to.add(d) = *from.add(d) * a.options.scale;
+                }
             }
         }
         self.sums.clear(self.num_rows, self.dim);
@@ -384,7 +397,7 @@ impl Work {
 unsafe fn attend_in<S: Simd, E: Stored>(a: &Attend<'_>, scratch: &mut Scratch) {
     let scratch = scratch.buffer.as_mut_ptr();
     for index in 0..a.unit.num_kv_heads {
-        Work::of(a, scratch, index).begin(a);
+        Work::of(a, scratch, index).begin::<S>(a);
     }
     let keys = a.unit.keys(a.options);
     let sums_ranges = a.unit.part.is_none() && keys.end > RANGE;

@@ -15,7 +15,7 @@ const MAX_UNITS: usize = 32;
 pub(crate) const CHUNK: usize = 16;
 /// Places that are read, or asked for, side by side: memory answers several streams faster than one.
 pub(crate) const STREAMS: usize = 4;
-/// The most rows of a tile of attention: with two registers a row, 12 of AVX2's 16 hold sums.
+/// The most rows of a tile of attention: with two registers a row, 12 of AVX2's 16 hold sums; with four, 24 of AVX-512's 32.
 const MAX_ROWS: usize = 6;
 /// The most columns of a panel.
 const MAX_WIDTH: usize = 48;
@@ -254,6 +254,10 @@ pub(crate) unsafe fn block<S: Simd>(t: &Product, num_rows: usize, num_columns: u
 #[inline(always)]
 unsafe fn columns<S: Simd, const R: usize>(t: &Product, num_columns: usize) {
     let mut column = 0;
+    while S::NUM_REGISTERS > 16 && column + 4 * S::LANES <= num_columns {
+        tile::<S, R, 4>(&t.at_column(column));
+        column += 4 * S::LANES;
+    }
     while column + 2 * S::LANES <= num_columns {
         tile::<S, R, 2>(&t.at_column(column));
         column += 2 * S::LANES;
