@@ -8,7 +8,8 @@
 )]
 
 use std::hint::black_box;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::Isa;
@@ -75,34 +76,25 @@ pub fn int8_rate(isa: Isa, num_threads: usize, time: Duration) -> f64 {
 /// Seconds of the best of all rounds that fit in a time; at least two.
 fn best_round(num_threads: usize, time: Duration, work: impl Fn(usize) + Sync) -> f64 {
     assert!(num_threads > 0, "a thread at least");
-    let num_arrived = AtomicUsize::new(0);
-    // Whoever slept here might wake on the CPU of another, and stay: each would then have half a CPU.
-    let meet = |meetings: &mut usize| {
-        *meetings += 1;
-        num_arrived.fetch_add(1, Ordering::AcqRel);
-        while num_arrived.load(Ordering::Acquire) < *meetings * num_threads {
-            std::thread::yield_now();
-        }
-    };
+    let barrier = Barrier::new(num_threads);
     let is_over = AtomicBool::new(false);
     let rounds = |thread: usize| {
         let (started, mut best, mut num_rounds) = (Instant::now(), f64::INFINITY, 0);
-        let mut meetings = 0;
         loop {
-            meet(&mut meetings);
+            barrier.wait();
             let round = Instant::now();
             work(thread);
-            meet(&mut meetings);
+            barrier.wait();
             best = best.min(round.elapsed().as_secs_f64());
             num_rounds += 1;
             if thread == 0 {
-                // The next meeting comes before anybody looks.
+                // The next barrier comes before anybody looks.
                 is_over.store(
                     num_rounds > 1 && started.elapsed() >= time,
                     Ordering::Relaxed,
                 );
             }
-            meet(&mut meetings);
+            barrier.wait();
             if is_over.load(Ordering::Relaxed) {
                 return best;
             }
