@@ -8,7 +8,7 @@ import pytest
 
 from noria import _core
 
-PRODUCT = re.compile(r"(vfmadd|vpmaddwd|vpdpwssd).*%[yz]mm")
+PRODUCT = re.compile(r"(vfmadd|vpmaddwd|vpdpbusd).*%[yz]mm")
 JUMP = re.compile(r"j\w+\s+([0-9a-f]+)\b")
 STORED_TO_STACK = re.compile(r"%[yz]mm\d+,(0x[0-9a-f]+)?\(%rsp")
 INSTRUCTION = re.compile(r"^\s+([0-9a-f]+):\s+(.*)$")

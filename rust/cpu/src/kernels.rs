@@ -187,7 +187,7 @@ macro_rules! kernels {
 /// The kernels that multiply whole numbers again, with instructions that `$like` lacks; the others are its own.
 #[cfg(target_arch = "x86_64")]
 macro_rules! whole_kernels {
-    ($name:ident, $like:ident, $simd:ty, $vectors:literal, $quads:literal, $features:literal) => {
+    ($name:ident, $like:ident, $simd:ty, $quads:literal, $features:literal) => {
         mod $name {
             use super::*;
 
@@ -207,7 +207,13 @@ macro_rules! whole_kernels {
             #[target_feature(enable = $features)]
             unsafe fn panel(panel: &Panel) {
                 // SAFETY: as above.
-                unsafe { gemm::panel_of_quads::<$simd, $vectors, $quads>(panel) }
+                unsafe {
+                    if panel.format.is_whole() {
+                        gemm::panel_of_quads::<$simd, $quads>(panel);
+                    } else {
+                        ($like::KERNELS.panel)(panel);
+                    }
+                }
             }
             #[target_feature(enable = $features)]
             unsafe fn quantise(x: &[f32], limit: f32, out: &mut [f32]) {
@@ -239,7 +245,6 @@ whole_kernels!(
     avx_vnni,
     avx2,
     simd::avx2::Avx2<true>,
-    3,
     2,
     "avxvnni,avx2,fma,f16c"
 );
@@ -248,7 +253,6 @@ whole_kernels!(
     avx512_vnni,
     avx512,
     simd::avx512::Avx512<true>,
-    3,
     3,
     "avx512vnni,avx512f,avx512bw,avx2,fma,f16c"
 );

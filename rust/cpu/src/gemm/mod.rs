@@ -226,12 +226,11 @@ pub(crate) unsafe fn panel<S: Simd, const N: usize, const M: usize>(p: &Panel) {
     add_bias(p);
 }
 
-/// The same with whole numbers in fours.
+/// The same of whole numbers, in fours.
 #[inline(always)]
-pub(crate) unsafe fn panel_of_quads<S: Quads, const N: usize, const M: usize>(p: &Panel) {
+pub(crate) unsafe fn panel_of_quads<S: Quads, const M: usize>(p: &Panel) {
     match p.format {
-        Format::F32 => stored::panels::<S, f32, N>(p),
-        Format::Bf16 => stored::panels::<S, Bf16, N>(p),
+        Format::F32 | Format::Bf16 => unreachable!("no whole numbers"),
         Format::Int8 => quads::panels::<S, M>(p),
         Format::Q8_0 => quads::panels_of_blocks::<S, Q8_0, M>(p),
         Format::Q4_0 => quads::panels_of_blocks::<S, Q4_0, M>(p),
