@@ -7,6 +7,8 @@
     reason = "kernels: their one contract is that the tile's pointers are valid for its sizes"
 )]
 
+use std::hint::black_box;
+
 use crate::simd::{self, INPUTS, Simd, TURNED, Weight};
 
 /// The most units of work between two looks at what is to be prefetched.
@@ -163,7 +165,8 @@ pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize
             done += INPUTS;
         }
     }
-    let rest = num_in - num_whole;
+    // A count that the compiler does not see: unrolled, the few would not fit in registers.
+    let rest = black_box(num_in - num_whole);
     simd::add_products::<S, E, R, N>(x.add(num_whole * R), w.add(num_whole * width), rest, sums);
 }
 

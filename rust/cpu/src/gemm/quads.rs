@@ -11,7 +11,7 @@ use super::blocks::{Kind, heads_of};
 use super::{Panel, Words, store_row};
 use crate::matrix::BLOCK;
 use crate::simd::Quads;
-use crate::tile::{Prefetch, max_rows, max_rows_of_halves, store_tile};
+use crate::tile::{Prefetch, load_tile, max_rows, max_rows_of_halves, store_tile};
 
 /// Fours of inputs between two looks at what is to be asked for, for one row.
 const ROW_QUADS: usize = 4;
@@ -200,13 +200,16 @@ unsafe fn row_of_blocks<S: Quads, K: Kind, const N: usize, const J: usize>(p: &P
     let x = Words::<1>::of::<S>(p, p.tiles.first(p.first_tile));
     // A count that the compiler does not see, one at least: a block unrolled whole would not fit in registers.
     let num_vectors = black_box(BLOCK_QUADS / K::QUADS);
-    let mut totals = [[S::splat(0.0); N]; J];
+    // In memory, once a block: the compiler would not keep so many in registers.
+    let totals = p.scratch;
+    store_tile::<S, J, N>(&[[S::splat(0.0); N]; J], totals, width, width);
     for block in 0..p.num_in / BLOCK {
-        p.ask::<S, J>(stride, block * K::BYTES * width, K::BYTES * width);
         let whole = x.whole.add(block * BLOCK / 2);
         let inputs = x.sums.add(block);
         for j in 0..J {
-            let from = p.weights.add(j * stride + block * K::BYTES * width);
+            let done = j * stride + block * K::BYTES * width;
+            p.ask::<S, 1>(0, done, K::BYTES * width);
+            let from = p.weights.add(done);
             let mut lower = [less_added::<S>(K::ADDED, inputs); N];
             let mut upper = [S::zero_i32(); N];
             let mut vector = 0;
@@ -235,16 +238,19 @@ unsafe fn row_of_blocks<S: Quads, K: Kind, const N: usize, const J: usize>(p: &P
             let inputs = S::to_f32(S::splat_i32(*inputs));
             for n in 0..N {
                 let sum = S::add_i32(lower[n], S::shift_up(upper[n]));
-                totals[j][n] = K::add::<S>(totals[j][n], sum, inputs, &heads[n]);
+                let total = totals.add(j * width + n * S::LANES);
+                let new = K::add::<S>(S::load(total), sum, inputs, &heads[n]);
+                S::store(total, new);
             }
         }
     }
+    let mut products = load_tile::<S, J, N>(totals, width);
     for j in 0..J {
         for n in 0..N {
-            totals[j][n] = S::mul(totals[j][n], S::splat(*x.scales));
+            products[j][n] = S::mul(products[j][n], S::splat(*x.scales));
         }
     }
-    store_row::<S, N, J>(p, step, &totals);
+    store_row::<S, N, J>(p, step, &products);
 }
 
 /// As many rows as a tile has; the same numbers come of it as of one row's.

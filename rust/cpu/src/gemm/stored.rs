@@ -57,9 +57,9 @@ unsafe fn row_of_stored<S: Simd, E: Weight, const N: usize, const J: usize>(
 ) {
     let stride = step * p.stride;
     let mut sums = [[S::splat(0.0); N]; J];
-    let bytes = |inputs: usize| inputs * N * S::LANES * size_of::<E>();
+    let input_bytes = N * S::LANES * size_of::<E>();
     for first in (0..p.num_in).step_by(E::TOGETHER) {
-        p.ask::<S, J>(stride, bytes(first), bytes(E::TOGETHER));
+        p.ask::<S, J>(stride, first * input_bytes, E::TOGETHER * input_bytes);
         for place in 0..E::TOGETHER.min(p.num_in - first) {
             let x = S::splat(*p.x.add(first + place));
             for j in 0..J {
