@@ -9,13 +9,20 @@ from transformers import PreTrainedModel
 from noria import RequestOutput
 
 NEAR_TIE = 1e-3
-"""Of the reference's two best logits, where rounding may choose between them."""
+"""Where activations are float32."""
 
 
 @dataclass
 class Agreement:
-    """How answers agree with a reference."""
+    """How answers agree with a reference.
 
+    Attributes:
+        near_tie: of its two best logits, where rounding may choose between them.
+        num_same: answers that are the reference's.
+        num_near_ties: those that are not, from a near tie on.
+    """
+
+    near_tie: float = NEAR_TIE
     num_same: int = 0
     num_near_ties: int = 0
 
@@ -33,7 +40,7 @@ class Agreement:
             self.num_same += 1
             return
         best = logits[differs[0]].topk(2)
-        assert best.values[0] - best.values[1] < NEAR_TIE, f"token {int(differs[0])} is another"
+        assert best.values[0] - best.values[1] < self.near_tie, f"token {int(differs[0])} is another"
         assert token_ids[int(differs[0])] == best.indices[1]
         self.num_near_ties += 1
 
@@ -41,9 +48,11 @@ class Agreement:
         return f"{self.num_same} answers identical, {self.num_near_ties} first different at a near tie"
 
 
-def agreement(peer: PreTrainedModel, outputs: Sequence[RequestOutput], at_once: int) -> Agreement:
+def agreement(
+    peer: PreTrainedModel, outputs: Sequence[RequestOutput], at_once: int, near_tie: float
+) -> Agreement:
     """Holds outputs against a decoder of transformers that has `model` and `lm_head`, some at once."""
-    agreed = Agreement()
+    agreed = Agreement(near_tie)
     for start in range(0, len(outputs), at_once):
         group = outputs[start : start + at_once]
         texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]] for output in group]
