@@ -404,6 +404,17 @@ fn the_largest_whole_numbers_have_the_same_sums_on_every_path() {
 }
 
 #[test]
+fn a_row_too_small_to_be_scaled_is_nothing_on_every_path() {
+    let weight = Numbers::new(17).take(20 * 33);
+    let mut x = vec![1e-36; 33];
+    x[7] = 0.0;
+    for isa in isas() {
+        let found = product(isa, Format::Int8, &x, &weight, 33, None, 1);
+        assert!(found.iter().all(|y| y.abs() < 1e-34), "{}", isa.name());
+    }
+}
+
+#[test]
 fn a_number_that_is_not_finite_is_seen_in_an_8_bit_product_and_in_its_row_alone() {
     let weight = Numbers::new(11).take(20 * 33);
     for isa in isas() {

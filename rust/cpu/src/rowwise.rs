@@ -198,7 +198,12 @@ pub(crate) unsafe fn quantise<S: Simd>(x: &[f32], limit: f32, out: &mut [f32]) {
         nothing = S::fma(v, S::splat(0.0), nothing);
     }
     let largest = S::largest(high).max(S::largest(S::sub(S::splat(0.0), low)));
-    let unit = if largest > 0.0 { largest / limit } else { 1.0 };
+    // A normal number, so that its inverse is finite.
+    let unit = if largest > 0.0 {
+        (largest / limit).max(f32::MIN_POSITIVE)
+    } else {
+        1.0
+    };
     *scale = unit + S::sum(nothing);
     let inverse = S::splat(1.0 / unit);
     let (words, sums) = out.split_at_mut(x.len().next_multiple_of(S::TOGETHER) / 2);
