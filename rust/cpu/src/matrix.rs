@@ -87,8 +87,8 @@ pub(crate) fn together(isa: Isa) -> usize {
     }
 }
 
-/// What turns an 8-bit weight's bits into those of a number without sign, 128 larger.
-const UNSIGNED: u8 = 0x80;
+/// What 8-bit weights have added where they are stored without sign.
+pub(crate) const ADDED: i32 = 128;
 
 impl Matrix {
     /// Packs `[num_out, num_in]` numbers, given row by row.
@@ -300,7 +300,7 @@ pub(crate) fn activation_limit(format: Format, num_in: usize) -> f32 {
 fn byte_of(together: usize, width: usize, column: usize, input: usize, weight: u8) -> (usize, u8) {
     let place = (input / together * width + column) * together + input % together;
     let byte = if together == 4 {
-        weight ^ UNSIGNED
+        weight.wrapping_add(ADDED as u8)
     } else {
         weight
     };

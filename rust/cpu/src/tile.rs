@@ -84,7 +84,7 @@ pub(crate) const fn max_rows_with_totals<S: Simd, const N: usize>() -> usize {
     if S::NUM_REGISTERS < 32 {
         return max_rows::<S, N>();
     }
-    (S::NUM_REGISTERS - 1 - N) / (2 * N)
+    max_rows_of_halves::<S, N>()
 }
 
 /// How rows are cut in tiles: as evenly as can be, for the sums of a tile of few rows would wait for themselves.

@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use super::{Panel, Words, parts_of, store_row};
-use crate::matrix::BLOCK;
+use crate::matrix::{ADDED, BLOCK};
 use crate::simd::Simd;
 use crate::tile::{Prefetch, STREAMS, load_tile, max_rows_with_totals, store_tile};
 
@@ -15,8 +15,9 @@ pub(super) trait Kind {
     const BYTES: usize;
     /// Bytes of its scale, and minimum where it has one.
     const HEAD: usize;
-    /// Fours of inputs whose weights a vector of bytes holds, and what is added to each of them there.
+    /// Fours of inputs whose weights a vector of bytes holds.
     const QUADS: usize;
+    /// What is added to weights that are stored as bytes without sign.
     const ADDED: i32;
     /// The weights of four pairs of inputs, as 16-bit numbers; `bytes` are the first vector's of a group of four pairs.
     unsafe fn pairs<S: Simd>(bytes: *const u8, width: usize) -> [S::I; 4];
@@ -50,7 +51,7 @@ impl Kind for Q8_0 {
     const BYTES: usize = 2 + BLOCK;
     const HEAD: usize = 2;
     const QUADS: usize = 1;
-    const ADDED: i32 = 128;
+    const ADDED: i32 = ADDED;
     #[inline(always)]
     unsafe fn pairs<S: Simd>(bytes: *const u8, width: usize) -> [S::I; 4] {
         let mut pairs = [S::zero_i32(); GROUP];

@@ -5,11 +5,10 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "kernels: see the parent module")]
 
 use std::hint::black_box;
-use std::ops::Range;
 
 use super::blocks::{Kind, heads_of};
 use super::{Panel, Words, store_row};
-use crate::matrix::BLOCK;
+use crate::matrix::{ADDED, BLOCK};
 use crate::simd::Quads;
 use crate::tile::{Prefetch, load_tile, max_rows, max_rows_of_halves, store_tile};
 
@@ -65,7 +64,7 @@ unsafe fn row_of_bytes<S: Quads, const N: usize, const J: usize>(p: &Panel, step
     let num_quads = p.num_in.div_ceil(4);
     let quad_bytes = 4 * N * S::LANES;
     let x = Words::<1>::of::<S>(p, p.tiles.first(p.first_tile));
-    let mut lower = [[less_added::<S>(128, x.sums); N]; J];
+    let mut lower = [[less_added::<S>(ADDED, x.sums); N]; J];
     let mut upper = [[S::zero_i32(); N]; J];
     for first in (0..num_quads).step_by(ROW_QUADS) {
         p.ask::<S, J>(stride, first * quad_bytes, ROW_QUADS * quad_bytes);
@@ -117,7 +116,7 @@ unsafe fn tile_of_bytes<S: Quads, const R: usize, const N: usize>(
     let x = Words::<R>::of::<S>(p, row);
     let mut lower = [[S::zero_i32(); N]; R];
     for r in 0..R {
-        lower[r] = [less_added::<S>(128, x.sums.add(r)); N];
+        lower[r] = [less_added::<S>(ADDED, x.sums.add(r)); N];
     }
     let mut upper = [[S::zero_i32(); N]; R];
     let mut done = 0;
@@ -164,7 +163,7 @@ pub(super) unsafe fn panels_of_blocks<S: Quads, K: Kind, const N: usize>(p: &Pan
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
         if K::QUADS > 1 {
-            expand::<S, K, N>(p, 0..num_blocks);
+            expand::<S, K, N>(p);
         }
         tiles!(max_rows::<S, N>(), N, p, |row| tile_of_blocks(S, K)(
             p,
@@ -174,11 +173,11 @@ pub(super) unsafe fn panels_of_blocks<S: Quads, K: Kind, const N: usize>(p: &Pan
     }
 }
 
-/// Some blocks' weights as bytes, four inputs after four.
+/// All blocks' weights as bytes, four inputs after four.
 #[inline(always)]
-unsafe fn expand<S: Quads, K: Kind, const N: usize>(p: &Panel, blocks: Range<usize>) {
+unsafe fn expand<S: Quads, K: Kind, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
-    for block in blocks {
+    for block in 0..p.num_in / BLOCK {
         let from = p.weights.add((block * K::BYTES + K::HEAD) * width);
         let to = p.expanded(width).cast::<u8>().add(block * BLOCK * width);
         for group in 0..BLOCK_QUADS / 2 {

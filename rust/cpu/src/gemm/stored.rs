@@ -4,19 +4,18 @@
 use std::ops::Range;
 
 use super::{Panel, parts_of, store_row};
-use crate::simd::{Simd, Weight};
+use crate::simd::{INPUTS, Simd, Weight};
 use crate::tile::{self, Prefetch, STREAMS, load_tile, max_rows, store_tile};
 
 #[inline(always)]
 pub(super) unsafe fn panels<S: Simd, E: Weight, const N: usize>(p: &Panel) {
     let width = N * S::LANES;
     if p.num_rows() == 1 {
-        // So many bytes go through the registers that what comes next is on the way by itself.
         row!(STREAMS, p, width, row_of_stored(S, E, N));
         return;
     }
     let num_tiles = p.num_tiles();
-    let num_steps = num_tiles * p.num_in.div_ceil(crate::simd::INPUTS);
+    let num_steps = num_tiles * p.num_in.div_ceil(INPUTS);
     let mut prefetch = p.prefetch(p.num_panels * num_steps);
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);

@@ -7,9 +7,9 @@ use super::{Panel, Words, parts_of, store_row};
 use crate::simd::Simd;
 use crate::tile::{Prefetch, STREAMS, max_rows, store_tile};
 
-/// Pairs of inputs between two looks at what is to be asked for.
+/// Weights are widened for whole multiples of so many pairs of inputs.
 const PAIRS: usize = 32;
-/// The same for one row.
+/// Pairs of inputs between two looks at what is to be asked for, for one row.
 const ROW_PAIRS: usize = 8;
 /// Tiles from which on weights are widened once for all of them.
 const WIDENED_FROM: usize = 4;
