@@ -1,5 +1,7 @@
 """The engine on noria-cpu: the same tokens whatever shares a batch, and a real model's."""
 
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +209,16 @@ def test_threads_follow_the_variable_and_else_the_cpus_that_may_be_used() -> Non
     assert reason == machine.usable_cpus_reason
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS is 'two'; it must be a number from 1 to 1024"):
         chosen_threads({"OMP_NUM_THREADS": "two"}, machine)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system binds no threads")
+def test_as_many_threads_as_cpus_are_bound_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_cpus = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    assert _core.cpu_is_bound(num_cpus) == (num_cpus > 1)
+    assert not _core.cpu_is_bound(num_cpus + 1)
+    monkeypatch.setenv("OMP_PROC_BIND", "FALSE")
+    assert not _core.cpu_is_bound(num_cpus)
 
 
 def test_a_step_that_does_not_fit_is_a_value_error(tiny_directory: Path) -> None:

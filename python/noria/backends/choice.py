@@ -40,6 +40,8 @@ def chosen_backend(
     else:
         num_threads, reason = chosen_threads()
         threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} ({reason})"
+        if _core.cpu_is_bound(num_threads):
+            threads += ", each on a CPU of its own"
         return "cpu", f"noria-cpu, {_core.cpu_isa()} kernels on {threads}"
     if backend == "cpu":
         raise ConfigError(f"backend is 'cpu': {failure}", name="backend", value=backend)

@@ -7,7 +7,7 @@ use std::time::Duration;
 use noria_cpu::{
     AttentionOptions, Builder, Format, Heads, ISA_NAMES, ISA_VARIABLE, Isa, IsaError, KvFormat,
     KvView, Matrix, MatrixId, Program, StageKind, Step, TableId, Value, VectorId, fma_rate,
-    int8_rate, read_bandwidth,
+    int8_rate, is_bound, read_bandwidth,
 };
 use numpy::{Ix1, Ix2, IxDyn, PyReadwriteArrayDyn, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -21,6 +21,12 @@ use crate::expander::Expander;
 #[pyfunction]
 pub(crate) fn cpu_isa(py: Python<'_>) -> PyResult<&'static str> {
     Ok(chosen(py)?.name())
+}
+
+/// Whether each of so many threads of a program runs on a CPU of its own.
+#[pyfunction]
+pub(crate) fn cpu_is_bound(num_threads: usize) -> bool {
+    is_bound(num_threads)
 }
 
 /// Bytes that threads read from memory, in GB/s.

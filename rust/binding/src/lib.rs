@@ -42,6 +42,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<layout::StepLayout>()?;
     module.add_class::<cpu::CpuBuilder>()?;
     module.add_class::<cpu::CpuProgram>()?;
+    module.add_function(wrap_pyfunction!(cpu::cpu_is_bound, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::cpu_isa, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::measure_bandwidth, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::measure_fma, module)?)?;

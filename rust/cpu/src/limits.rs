@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::Isa;
+use crate::cpus::Cpus;
 use crate::kernels::Kernels;
 use crate::memory::Buffer;
 use crate::simd::{Quads, Simd};
@@ -78,7 +79,9 @@ fn best_round(num_threads: usize, time: Duration, work: impl Fn(usize) + Sync) -
     assert!(num_threads > 0, "a thread at least");
     let barrier = Barrier::new(num_threads);
     let is_over = AtomicBool::new(false);
+    let cpus = Cpus::of(num_threads);
     let rounds = |thread: usize| {
+        let _stay = cpus.as_ref().and_then(|cpus| cpus.stay(thread));
         let (started, mut best, mut num_rounds) = (Instant::now(), f64::INFINITY, 0);
         loop {
             barrier.wait();

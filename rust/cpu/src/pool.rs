@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use crate::cpus::Cpus;
+
 /// Looks for a job before a worker sleeps: about 50 µs.
 const SPINS: usize = 2000;
 /// Looks before a waiting worker gives its CPU to whoever else wants it: about 5 µs.
@@ -86,6 +88,7 @@ impl Worker<'_> {
 pub(crate) struct Pool {
     inner: Arc<Inner>,
     threads: Vec<JoinHandle<()>>,
+    cpus: Option<Arc<Cpus>>,
 }
 
 impl Pool {
@@ -106,13 +109,17 @@ impl Pool {
         let mut pool = Pool {
             inner,
             threads: Vec::new(),
+            cpus: Cpus::of(num_workers).map(Arc::new),
         };
         for index in 1..num_workers {
-            let inner = Arc::clone(&pool.inner);
+            let (inner, cpus) = (Arc::clone(&pool.inner), pool.cpus.clone());
             pool.threads.push(
                 std::thread::Builder::new()
                     .name(format!("noria-cpu-{index}"))
-                    .spawn(move || serve(&inner, index))?,
+                    .spawn(move || {
+                        let _stay = cpus.and_then(|cpus| cpus.stay(index));
+                        serve(&inner, index);
+                    })?,
             );
         }
         Ok(pool)
@@ -130,6 +137,8 @@ impl Pool {
     pub(crate) fn run(&mut self, job: &(dyn Fn(&Worker<'_>) + Sync)) {
         let inner = &*self.inner;
         inner.assert_whole();
+        // No longer than for the job: the thread is the caller's.
+        let _stay = self.cpus.as_ref().and_then(|cpus| cpus.stay(0));
         // SAFETY: only the lifetime is erased. A worker calls it while it is counted inside, which it can only begin to
         // be while the job is in `state`; this function takes it out and waits for all inside before it returns, or
         // unwinds.
@@ -231,6 +240,44 @@ fn serve(inner: &Inner, index: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn as_many_workers_as_cpus_have_one_each_and_the_caller_keeps_none() {
+        use rustix::thread::{CpuSet, sched_getaffinity};
+
+        let cpus_of = |set: &CpuSet| -> Vec<usize> {
+            (0..CpuSet::MAX_CPU)
+                .filter(|&cpu| set.is_set(cpu))
+                .collect()
+        };
+        let before = sched_getaffinity(None).unwrap();
+        let all = cpus_of(&before);
+        for num_workers in [all.len(), all.len() + 1] {
+            let mut pool = Pool::new(num_workers).unwrap();
+            let seen: Vec<Mutex<Vec<usize>>> =
+                (0..num_workers).map(|_| Mutex::new(Vec::new())).collect();
+            let num_inside = AtomicUsize::new(0);
+            pool.run(&|worker| {
+                let found = cpus_of(&sched_getaffinity(None).unwrap());
+                *seen[worker.index].lock().unwrap() = found;
+                num_inside.fetch_add(1, Ordering::Release);
+                while num_inside.load(Ordering::Acquire) < num_workers {
+                    std::thread::yield_now();
+                }
+            });
+            let is_one_each = num_workers == all.len() && num_workers > 1;
+            for (index, found) in seen.iter().enumerate() {
+                let found = found.lock().unwrap();
+                if is_one_each {
+                    assert_eq!(*found, [all[index]], "worker {index}");
+                } else {
+                    assert_eq!(*found, all, "worker {index} of {num_workers}");
+                }
+            }
+            assert_eq!(sched_getaffinity(None).unwrap(), before);
+        }
+    }
 
     /// Runs stages of `num_units` units, each of which has to see all of the stage before.
     fn run_stages(pool: &mut Pool, num_stages: usize, num_units: usize, slow: Option<usize>) {
