@@ -424,8 +424,10 @@ def draw(
     """
 
 def cpu_is_bound(num_threads: int) -> bool:
-    """Whether each of so many threads of a program runs on a CPU of its own: on Linux, where this thread may use just as
-    many CPUs, unless `OMP_PROC_BIND` is false."""
+    """Whether each of so many threads of a program runs on a CPU of its own.
+
+    So it is on Linux, where this thread may use just as many CPUs, unless `OMP_PROC_BIND` is false.
+    """
 
 def cpu_isa() -> str:
     """The instruction set of noria-cpu's kernels here: portable, avx2, avx-vnni, avx512 or avx512-vnni.
