@@ -220,6 +220,92 @@ fn gates_are_their_formulas_also_far_from_zero() {
     }
 }
 
+/// What gates make of products with one matrix: in a program that may gate them while they are made, or (`apart`) not.
+fn gated(isa: Isa, format: Format, apart: bool, half: usize, x: &[f32]) -> Vec<f32> {
+    let mut numbers = Numbers::new(8);
+    let weight = numbers.take(2 * half * WIDTH);
+    let bias = numbers.take(2 * half);
+    shown(
+        isa,
+        x,
+        WIDTH,
+        |b, v| {
+            let matrix = b.matrix(Matrix::pack(isa, format, &weight, WIDTH, Some(&bias)));
+            let product = |b: &mut Builder| {
+                let made = b.linear(v, matrix);
+                if apart { b.scale(made, 1.0) } else { made }
+            };
+            let first = product(b);
+            let first = b.silu_mul(first);
+            let second = product(b);
+            let second = b.gelu_mul(second);
+            b.add(first, second)
+        },
+        half,
+    )
+}
+
+#[test]
+fn products_that_are_gated_while_they_are_made_have_the_bits_of_ones_gated_later() {
+    let mut numbers = Numbers::new(9);
+    let x = numbers.take(601 * WIDTH);
+    for isa in isas() {
+        for format in [Format::F32, Format::Bf16, Format::Int8] {
+            // Whole panels of any instruction set, and none.
+            for half in [48, 7 * 48, 40] {
+                for num_rows in [1, 2, 11, 601] {
+                    let x = &x[..num_rows * WIDTH];
+                    let found = gated(isa, format, false, half, x);
+                    let wanted = gated(isa, format, true, half, x);
+                    assert_eq!(found, wanted, "{} {format:?} {half} {num_rows}", isa.name());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_matrix_that_also_makes_a_plain_product_is_not_gated_in_place() {
+    let mut numbers = Numbers::new(10);
+    let (x, weight) = (numbers.take(ROWS * WIDTH), numbers.take(96 * WIDTH));
+    for isa in isas() {
+        let both = |apart: bool| {
+            shown(
+                isa,
+                &x,
+                WIDTH,
+                |b, v| {
+                    let matrix = b.matrix(Matrix::pack(isa, Format::F32, &weight, WIDTH, None));
+                    let plain = b.linear(v, matrix);
+                    let mut made = b.linear(v, matrix);
+                    if apart {
+                        made = b.scale(made, 1.0);
+                    }
+                    let made = b.silu_mul(made);
+                    let plain = b.gelu_mul(plain);
+                    b.add(made, plain)
+                },
+                48,
+            )
+        };
+        assert_eq!(both(false), both(true), "{}", isa.name());
+    }
+}
+
+#[test]
+#[should_panic(expected = "a matrix of gated products serves no others")]
+fn a_plain_product_with_a_matrix_of_gated_ones_is_refused() {
+    let isa = Isa::Portable;
+    let mut b = Builder::new(isa).unwrap();
+    let table = b.table(vec![1.0; 32], 32);
+    let x = b.embed(table);
+    let matrix = b.matrix(Matrix::pack(isa, Format::F32, &[1.0; 64 * 32], 32, None));
+    let made = b.linear(x, matrix);
+    let made = b.silu_mul(made);
+    let result = b.logits(made, matrix);
+    let _ = b.build(result, 1);
+}
+
 #[test]
 fn heads_of_q_and_k_are_normed_and_part_of_them_rotated() {
     check_norm_and_rope(10, &[1.0, 0.37, 0.01]); // 6 of 10 dimensions: no whole vector

@@ -261,7 +261,7 @@ def test_a_programs_time_is_told_by_product_and_by_op(tiny_directory: Path) -> N
     assert not any(model.program.stage_us.values())
     TorchBench(model, tiny_config()).run(ASKS[:4])
     times = model.program.stage_us
-    assert {"attention", "rotate and store", "add and norm", "silu and multiply"} <= times.keys()
+    assert {"attention", "rotate and store", "add and norm"} <= times.keys()
     assert sum(us for name, us in times.items() if name.startswith("linear ")) > 0
     assert sum(us for name, us in times.items() if name.startswith("head ")) > 0
     assert times["attention"] > 0

@@ -4,7 +4,7 @@ use crate::attention::{AttentionOptions, Heads};
 use crate::kernels::Kernels;
 use crate::matrix::{BLOCK, Matrix, activation_limit, together};
 use crate::memory::LargePages;
-use crate::program::{Program, Stage};
+use crate::program::{Gate, Program, Stage};
 use crate::{Isa, isa::IsaError};
 
 /// What an op makes: a row for each token, or for each token whose logits are wanted.
@@ -161,6 +161,7 @@ impl Builder {
             x,
             packed,
             matrix,
+            gate: None,
             out,
         });
         out
@@ -426,15 +427,43 @@ impl Builder {
 
     /// `silu(gate) · up` of the two halves of each row.
     pub fn silu_mul(&mut self, gate_up: Value) -> Value {
-        let out = self.value(self.shape(gate_up).width / 2, false);
-        self.stages.push(Stage::SiluMul { x: gate_up, out });
-        out
+        self.gated(gate_up, Gate::Silu)
     }
 
     /// `gelu(gate) · up` of the two halves of each row; gelu by its tanh approximation.
     pub fn gelu_mul(&mut self, gate_up: Value) -> Value {
-        let out = self.value(self.shape(gate_up).width / 2, false);
-        self.stages.push(Stage::GeluMul { x: gate_up, out });
+        self.gated(gate_up, Gate::Gelu)
+    }
+
+    fn gated(&mut self, x: Value, gate: Gate) -> Value {
+        let out = self.value(self.shape(x).width / 2, false);
+        let is_plain = |stage: &Stage, of: MatrixId| match stage {
+            Stage::Multiply { matrix, gate, .. } => *matrix == of && gate.is_none(),
+            _ => false,
+        };
+        // Panels of a product that has just been made are gated while they are there, if no other product needs the matrix
+        // as it is.
+        if let Some((
+            Stage::Multiply {
+                matrix,
+                gate: own,
+                out: made,
+                ..
+            },
+            before,
+        )) = self.stages.split_last_mut()
+            && *made == x
+            && self.matrices[matrix.0].has_halves()
+            && !before.iter().any(|stage| is_plain(stage, *matrix))
+        {
+            self.matrices[matrix.0].lay_halves_together();
+            (*own, *made) = (Some(gate), out);
+        } else {
+            self.stages.push(match gate {
+                Gate::Silu => Stage::SiluMul { x, out },
+                Gate::Gelu => Stage::GeluMul { x, out },
+            });
+        }
         out
     }
 
@@ -451,6 +480,15 @@ impl Builder {
     /// The system gives no more threads.
     pub fn build(self, result: Value, num_workers: usize) -> std::io::Result<Program> {
         assert!(self.shape(result).is_logits, "a program's result is logits");
+        for stage in &self.stages {
+            if let Stage::Multiply {
+                matrix, gate: None, ..
+            } = stage
+            {
+                let group = self.matrices[matrix.0].group;
+                assert_eq!(group, 1, "a matrix of gated products serves no others");
+            }
+        }
         let (num_layers, kv_shape) = (self.num_layers, self.kv_shape.unwrap_or((0, 0)));
         Program::new(
             self,

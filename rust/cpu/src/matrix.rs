@@ -66,7 +66,11 @@ pub struct Matrix {
     pub(crate) width: usize,
     panel_bytes: usize,
     data: Piece,
+    /// In the order of the panels.
     pub(crate) bias: Option<Vec<f32>>,
+    /// Panels that lie and are multiplied together: 1, or 2 where each of the first half of the outputs, gates, has its
+    /// one of the second beside it.
+    pub(crate) group: usize,
 }
 
 /// Columns of a panel: the vectors that `kernels!` gives.
@@ -189,6 +193,25 @@ impl Matrix {
         self
     }
 
+    /// Whether the halves of its outputs are whole panels, so that they can lie side by side.
+    pub(crate) fn has_halves(&self) -> bool {
+        self.num_out.is_multiple_of(2 * self.width)
+    }
+
+    /// Lays each panel of the second half of the outputs behind its one of the first; once is enough.
+    pub(crate) fn lay_halves_together(&mut self) {
+        assert!(self.has_halves(), "two halves of whole panels");
+        if self.group == 2 {
+            return;
+        }
+        self.group = 2;
+        let half = self.num_panels() / 2;
+        turn_halves(self.data.as_bytes_mut(), half, self.panel_bytes);
+        if let Some(bias) = &mut self.bias {
+            turn_halves(bias, half, self.width);
+        }
+    }
+
     /// Output features.
     pub fn num_out(&self) -> usize {
         self.num_out
@@ -213,6 +236,15 @@ impl Matrix {
     }
 }
 
+/// Puts each of so many pieces behind the one that is as many before it.
+fn turn_halves<T: Copy>(all: &mut [T], num_pieces: usize, len: usize) {
+    let before = all.to_vec();
+    for (place, piece) in all.chunks_exact_mut(len).enumerate() {
+        let from = (place / 2 + place % 2 * num_pieces) * len;
+        piece.copy_from_slice(&before[from..][..len]);
+    }
+}
+
 /// A matrix of zeros.
 fn empty(
     isa: Isa,
@@ -232,6 +264,7 @@ fn empty(
         panel_bytes,
         data: LargePages::new(num_bytes).take(num_bytes),
         bias: bias.map(<[f32]>::to_vec),
+        group: 1,
     }
 }
 

@@ -65,11 +65,13 @@ pub(crate) enum Stage {
         tile_rows: usize,
         out: Value,
     },
-    /// `packed` is `x` by tiles, where there is more than one row.
+    /// `packed` is `x` by tiles, where there is more than one row. With a gate, `out` is what it makes of the product's
+    /// halves.
     Multiply {
         x: Value,
         packed: Value,
         matrix: MatrixId,
+        gate: Option<Gate>,
         out: Value,
     },
     QkNorm {
@@ -120,6 +122,13 @@ pub(crate) enum Stage {
         limit: f32,
         out: Value,
     },
+}
+
+/// What the first half of a row is turned into before it is multiplied by the second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Gate {
+    Silu,
+    Gelu,
 }
 
 impl Stage {
@@ -545,6 +554,7 @@ impl Program {
         for (value, rows) in self.rows.iter_mut().enumerate() {
             let (slot, width) = (self.slot_of[value], self.shapes[value].width);
             *rows = match slot {
+                UNMADE => Rows::new(std::ptr::null_mut(), 0),
                 0 => Rows::new(logits, width),
                 _ => Rows::new(self.slots[slot].buffer.as_mut_ptr(), row_stride(width)),
             };
@@ -636,6 +646,9 @@ fn is_passed_on(stages: &[Stage], num_values: usize) -> Vec<bool> {
     is_passed_on
 }
 
+/// The slot of a value that no stage makes: a gate has taken its place.
+const UNMADE: usize = usize::MAX;
+
 /// Gives each value a slot; slot 0 is the result's.
 fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
     let num_values = builder.shapes.len();
@@ -646,7 +659,7 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
         }
     }
     // The result, and what it is made of in place, lie in the caller's memory.
-    let mut slot_of = vec![usize::MAX; num_values];
+    let mut slot_of = vec![UNMADE; num_values];
     slot_of[result.0] = 0;
     for (index, stage) in builder.stages.iter().enumerate().rev() {
         if let Some((x, out)) = stage.in_place()
@@ -665,6 +678,12 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
     let mut slots = vec![empty(shape)];
     let mut free: Vec<usize> = Vec::new();
     for (index, stage) in builder.stages.iter().enumerate() {
+        for value in stage.inputs() {
+            assert!(
+                slot_of[value.0] != UNMADE,
+                "a product's halves are read beside what their gate makes"
+            );
+        }
         let mut made = stage.outputs();
         for place in 0.. {
             let Some(out) = made.get(place) else { break };
@@ -673,7 +692,7 @@ fn assign_slots(builder: &Builder, result: Value) -> (Vec<usize>, Vec<Slot>) {
             made.extend(shape.packed.map(|(_, packed)| packed));
         }
         for &out in &made {
-            if slot_of[out.0] != usize::MAX {
+            if slot_of[out.0] != UNMADE {
                 continue;
             }
             let shape = builder.shapes[out.0];

@@ -29,9 +29,25 @@ const STREAMED_BYTES: usize = 96 << 10;
 /// Words of weights that several tiles are multiplied with before the next ones, where the first level holds them.
 const PART_WORDS: usize = 6144;
 
+/// Makes a row of numbers of gates and as many more behind them.
+pub(crate) type Gate = unsafe fn(&[f32], &mut [f32]);
+
 /// Words that a product with such a matrix takes beside its input and output.
 pub(crate) fn scratch_words(matrix: &Matrix) -> usize {
-    MAX_ROWS * matrix.width + matrix.num_in.next_multiple_of(BLOCK) * matrix.width
+    let gated = match matrix.group {
+        1 => 0,
+        group => {
+            let panels =
+                |num_rows| units_at_once(num_rows, matrix).min(matrix.num_panels()) * group;
+            panels(1).max(MAX_ROWS * panels(MAX_ROWS)) * matrix.width
+        }
+    };
+    words_of_panels(matrix) + gated
+}
+
+/// Of these, what panels take.
+fn words_of_panels(matrix: &Matrix) -> usize {
+    (MAX_ROWS + matrix.num_in.next_multiple_of(BLOCK)) * matrix.width
 }
 
 /// Some panels of a product, side by side.
@@ -249,93 +265,118 @@ unsafe fn add_bias(p: &Panel) {
     }
 }
 
-/// Units of a product: each panel with some of the tiles.
+/// Units of a product: each panel, or each with the one beside it, with some of the tiles.
 pub(crate) fn num_units(kernels: &Kernels, num_rows: usize, matrix: &Matrix) -> usize {
     let tile_rows = kernels.tile_rows(matrix.format);
     let num_tiles = num_rows.div_ceil(tile_rows);
-    num_tiles.div_ceil(MAX_ROWS / tile_rows) * matrix.num_panels()
+    num_tiles.div_ceil(MAX_ROWS / tile_rows) * (matrix.num_panels() / matrix.group)
 }
 
-/// Panels that a worker takes at once: for one row whole streams, else no more bytes than stay near the core until they are
+/// Units that a worker takes at once: for one row whole streams, else no more bytes than stay near the core until they are
 /// needed.
-fn panels_at_once(num_rows: usize, matrix: &Matrix) -> usize {
-    if num_rows == 1 {
+fn units_at_once(num_rows: usize, matrix: &Matrix) -> usize {
+    let num_panels = if num_rows == 1 {
         let length = STREAMED_BYTES / (STREAMS * matrix.panel_bytes());
-        return STREAMS * length.max(1);
-    }
-    (NEAR_BYTES / matrix.panel_bytes()).clamp(1, 4)
+        STREAMS * length.max(1)
+    } else {
+        (NEAR_BYTES / matrix.panel_bytes()).clamp(1, 4)
+    };
+    num_panels.div_ceil(matrix.group)
 }
 
-/// A worker's part of `out = x · matrixᵀ + bias`; all workers call it with the same arguments.
+/// A worker's part of `out = x · matrixᵀ + bias`, or of what a gate makes of that; all workers call it with the same
+/// arguments.
 ///
 /// # Safety
 /// `x` points to `num_rows` rows of so many words, by tiles: of the matrix's inputs (quantised for an 8-bit one); `out` has
 /// as many rows of its outputs; they do not overlap, and nobody else uses `out` before all units are done. `scratch` has
-/// [`scratch_words`], this worker's. The kernels are of the matrix's instruction set. `after` is what the next product is
-/// with.
+/// [`scratch_words`], this worker's. The kernels are of the matrix's instruction set. There is a gate where the matrix has
+/// groups. `after` is what the next product is with.
 pub(crate) unsafe fn multiply(
     kernels: &Kernels,
     (x, num_words): (*const f32, usize),
     num_rows: usize,
-    (matrix, after): (&Matrix, Option<&Matrix>),
+    (matrix, gate, after): (&Matrix, Option<Gate>, Option<&Matrix>),
     out: Rows,
     (units, worker): (&Units, usize),
     scratch: *mut f32,
 ) {
     let bias = matrix.bias.as_ref().map_or(std::ptr::null(), Vec::as_ptr);
-    let num_panels = matrix.num_panels();
+    let (width, group) = (matrix.width, matrix.group);
+    let num_groups = matrix.num_panels() / group;
     let num_units = num_units(kernels, num_rows, matrix);
     let tiles = Tiles::new(num_rows, kernels.tile_rows(matrix.format));
-    let tiles_at_once = tiles.len().div_ceil(num_units / num_panels);
-    let at_once = panels_at_once(num_rows, matrix);
+    let tiles_at_once = tiles.len().div_ceil(num_units / num_groups);
+    let at_once = units_at_once(num_rows, matrix);
+    let gated = scratch.add(words_of_panels(matrix));
     let mut num_done = 0;
     let mut taken = units.take_of_share(worker, num_units, at_once);
     while let Some(some) = taken {
         taken = units.take_of_share(worker, num_units, at_once);
         let (next, next_bytes) = match (&taken, after) {
             (Some(next), _) => (
-                matrix.panel(next.start % num_panels),
-                next.len() * matrix.panel_bytes(),
+                matrix.panel(next.start % num_groups * group),
+                next.len() * group * matrix.panel_bytes(),
             ),
             (None, Some(after)) => {
                 let units_after = self::num_units(kernels, num_rows, after);
                 let first = units.first_of_share(worker, units_after);
-                let num_bytes = panels_at_once(num_rows, after) * after.panel_bytes();
-                (after.panel(first % after.num_panels()), num_bytes)
+                let num_panels = units_at_once(num_rows, after) * after.group;
+                let panel = first * after.group % after.num_panels();
+                (after.panel(panel), num_panels * after.panel_bytes())
             }
             (None, None) => (matrix.panel(0), 0),
         };
         num_done += some.len();
         let mut unit = some.start;
         while unit < some.end {
-            let index = unit % num_panels;
-            let count = (some.end - unit).min(num_panels - index);
-            let first = index * matrix.width;
-            let first_tile = tiles.len().min(unit / num_panels * tiles_at_once);
+            let index = unit % num_groups;
+            let count = (some.end - unit).min(num_groups - index);
+            let first = index * group * width;
+            let first_tile = tiles.len().min(unit / num_groups * tiles_at_once);
+            let last_tile = tiles.len().min(first_tile + tiles_at_once);
+            let rows = tiles.first(first_tile)..tiles.first(last_tile);
+            let num_columns = (count * group * width).min(matrix.num_out - first);
+            // Gates and what they are multiplied with stay near this worker.
+            let to = if gate.is_some() {
+                Rows::new(gated.wrapping_sub(rows.start * num_columns), num_columns)
+            } else {
+                Rows::new(out.at(0).add(first), out.stride())
+            };
             let panel = Panel {
                 x,
                 num_words,
                 tiles,
                 first_tile,
-                last_tile: tiles.len().min(first_tile + tiles_at_once),
+                last_tile,
                 num_in: matrix.num_in,
                 format: matrix.format,
-                num_panels: count,
+                num_panels: count * group,
                 stride: matrix.panel_bytes(),
-                weights: matrix.panel(index),
+                weights: matrix.panel(index * group),
                 next,
                 next_bytes,
-                num_columns: (count * matrix.width).min(matrix.num_out - first),
+                num_columns,
                 bias: if bias.is_null() {
                     bias
                 } else {
                     bias.add(first)
                 },
-                out: out.at(0).add(first),
-                out_stride: out.stride(),
+                out: to.at(0),
+                out_stride: to.stride(),
                 scratch,
             };
             (kernels.panel)(&panel);
+            if let Some(gate) = gate {
+                let made = Rows::new(out.at(0).add(index * width), out.stride());
+                for row in rows {
+                    let from = to.row(row, num_columns).chunks_exact(2 * width);
+                    let made = made.row_mut(row, num_columns / 2).chunks_exact_mut(width);
+                    for (pair, made) in from.zip(made) {
+                        gate(pair, made);
+                    }
+                }
+            }
             unit += count;
         }
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 
-use super::{Stage, Units, WorkerScratch};
+use super::{Gate, Stage, Units, WorkerScratch};
 use crate::attention::{Attend, AttentionOptions, Heads, Scratch, Unit};
 use crate::builder::{Shape, Table, Value, VectorId};
 use crate::gemm;
@@ -145,9 +145,14 @@ impl Running<'_> {
                 x,
                 packed,
                 matrix,
+                gate,
                 out,
             } => {
                 let num_rows = self.num_rows(out);
+                let gate = gate.map(|gate| match gate {
+                    Gate::Silu => self.kernels.silu_mul,
+                    Gate::Gelu => self.kernels.gelu_mul,
+                });
                 let x = if num_rows > 1 { packed } else { x };
                 if num_rows > 0 {
                     // SAFETY: the caller's; `x` and `out` lie in different slots.
@@ -156,7 +161,7 @@ impl Running<'_> {
                             self.kernels,
                             (self.at(x).at(0), self.width(x)),
                             num_rows,
-                            (&self.matrices[matrix.0], self.product_after(index)),
+                            (&self.matrices[matrix.0], gate, self.product_after(index)),
                             self.at(out),
                             (units, scratch.worker),
                             scratch.panel.as_mut_ptr(),
