@@ -145,13 +145,15 @@ pub(crate) unsafe fn pack<S: Simd>(
     }
 }
 
-/// Adds to `sums` a tile's rows, side by side in `x`, times a panel of `N` vectors.
+/// Adds to `sums` a tile's rows, side by side in `x`, times a panel of `N` vectors, and writes those as numbers at
+/// `widened`, where that is.
 #[inline(always)]
 pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize>(
     x: *const f32,
     w: *const E,
     num_in: usize,
     sums: &mut [[S::V; N]; R],
+    widened: Option<*mut f32>,
     prefetch: &mut Prefetch,
 ) {
     let width = N * S::LANES;
@@ -161,13 +163,25 @@ pub(crate) unsafe fn multiply<S: Simd, E: Weight, const R: usize, const N: usize
         prefetch.step::<S>();
         let end = num_whole.min(done + prefetch.every * INPUTS);
         while done < end {
-            S::add_products::<E, R, N>(x.add(done * R), w.add(done * width), sums);
+            let (x, w) = (x.add(done * R), w.add(done * width));
+            if let Some(to) = widened {
+                let to = Some(to.add(done * width));
+                simd::add_products::<S, E, R, N>(x, w, INPUTS, sums, to);
+            } else {
+                S::add_products::<E, R, N>(x, w, sums);
+            }
             done += INPUTS;
         }
     }
     // A count that the compiler does not see: unrolled, the few would not fit in registers.
     let rest = black_box(num_in - num_whole);
-    simd::add_products::<S, E, R, N>(x.add(num_whole * R), w.add(num_whole * width), rest, sums);
+    simd::add_products::<S, E, R, N>(
+        x.add(num_whole * R),
+        w.add(num_whole * width),
+        rest,
+        sums,
+        widened.map(|to| to.add(num_whole * width)),
+    );
 }
 
 /// Reads a tile whose columns all have a place.

@@ -20,29 +20,44 @@ pub(super) unsafe fn panels<S: Simd, E: Weight, const N: usize>(p: &Panel) {
     for index in 0..p.num_panels {
         let p = &p.part(index, 1, width);
         let weights = p.weights.cast::<E>();
-        if S::WIDENS_BESIDE || num_tiles < E::EXPANDED_FROM {
+        // float32 are as they are multiplied already.
+        if S::WIDENS_BESIDE || E::TOGETHER == 1 || num_tiles == 1 {
             let all = 0..p.num_in;
             tiles!(max_rows::<S, N>(), N, p, |row| tile_of_stored(S, E)(
                 p,
                 row,
                 all.clone(),
                 weights,
+                None,
                 &mut prefetch
             ));
             continue;
         }
+        // A part's first tile leaves its weights for the others as they are multiplied.
+        let widened = p.expanded(width);
         for part in parts_of::<S>(p.num_in, width, tile::CHUNK) {
-            E::expand::<S, N>(
-                weights.add(part.start * width),
-                part.len(),
-                p.expanded(width),
-            );
-            let weights = p.expanded(width).cast_const();
-            tiles!(max_rows::<S, N>(), N, p, |row| tile_of_stored(S, f32)(
+            let first = &Panel {
+                last_tile: p.first_tile + 1,
+                ..*p
+            };
+            tiles!(max_rows::<S, N>(), N, first, |row| tile_of_stored(S, E)(
                 p,
                 row,
                 part.clone(),
-                weights,
+                weights.add(part.start * width),
+                Some(widened),
+                &mut prefetch
+            ));
+            let others = &Panel {
+                first_tile: p.first_tile + 1,
+                ..*p
+            };
+            tiles!(max_rows::<S, N>(), N, others, |row| tile_of_stored(S, f32)(
+                p,
+                row,
+                part.clone(),
+                widened.cast_const(),
+                None,
                 &mut prefetch
             ));
         }
@@ -80,6 +95,7 @@ unsafe fn tile_of_stored<S: Simd, E: Weight, const R: usize, const N: usize>(
     row: usize,
     inputs: Range<usize>,
     weights: *const E,
+    widened: Option<*mut f32>,
     prefetch: &mut Prefetch,
 ) {
     let width = N * S::LANES;
@@ -89,7 +105,7 @@ unsafe fn tile_of_stored<S: Simd, E: Weight, const R: usize, const N: usize>(
         sums = load_tile::<S, R, N>(kept, width);
     }
     let x = p.x.add(row * p.num_in + inputs.start * R);
-    tile::multiply::<S, E, R, N>(x, weights, inputs.len(), &mut sums, prefetch);
+    tile::multiply::<S, E, R, N>(x, weights, inputs.len(), &mut sums, widened, prefetch);
     if inputs.end < p.num_in {
         store_tile::<S, R, N>(&sums, kept, width, width);
         return;

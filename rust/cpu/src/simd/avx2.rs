@@ -84,7 +84,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         match (R, N, W::TOGETHER) {
             (4, 3, 1) => four_by_three_f32(x, w.cast(), sums),
             (4, 3, 2) => four_by_three_bf16(x, w.cast(), sums),
-            _ => super::add_products::<Self, W, R, N>(x, w, INPUTS, sums),
+            _ => super::add_products::<Self, W, R, N>(x, w, INPUTS, sums, None),
         }
     }
     #[inline(always)]

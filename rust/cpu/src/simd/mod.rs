@@ -68,7 +68,7 @@ pub(crate) trait Simd: Sized {
         w: *const W,
         sums: &mut [[Self::V; N]; R],
     ) {
-        add_products::<Self, W, R, N>(x, w, INPUTS, sums);
+        add_products::<Self, W, R, N>(x, w, INPUTS, sums, None);
     }
     /// The nearest whole number, and two to its power. `|x|` is at most 126.
     unsafe fn round_exp2(x: Self::V) -> (Self::V, Self::V);
@@ -196,17 +196,24 @@ pub(crate) trait Quads: Simd {
     unsafe fn halves(x: Self::I) -> [Self::I; 2];
 }
 
-/// `sums[r][n] + x[p][r] * w[p][n]` over some inputs, as the compiler makes it.
+/// `sums[r][n] + x[p][r] * w[p][n]` over some inputs, as the compiler makes it. Where `widened` is, the weights
+/// are written there as they are multiplied, input after input: that takes no unit that multiplies.
 #[inline(always)]
 pub(crate) unsafe fn add_products<S: Simd, E: Weight, const R: usize, const N: usize>(
     x: *const f32,
     w: *const E,
     num_in: usize,
     sums: &mut [[S::V; N]; R],
+    widened: Option<*mut f32>,
 ) {
     for first in (0..num_in).step_by(E::TOGETHER) {
         for place in 0..E::TOGETHER.min(num_in - first) {
             let columns = E::columns::<S, N>(w.add(first * N * S::LANES), place);
+            if let Some(to) = widened {
+                for n in 0..N {
+                    S::store(to.add(((first + place) * N + n) * S::LANES), columns[n]);
+                }
+            }
             for r in 0..R {
                 let x = S::splat(*x.add((first + place) * R + r));
                 for n in 0..N {
@@ -244,17 +251,12 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
 pub(crate) trait Weight: Element {
     /// Inputs that lie together.
     const TOGETHER: usize;
-    /// Tiles from which on weights are expanded once for all of them, where that takes the place of multiplying.
-    const EXPANDED_FROM: usize;
     /// The weights of one of the inputs that lie together at `from`.
     unsafe fn columns<S: Simd, const N: usize>(from: *const Self, place: usize) -> [S::V; N];
-    /// The weights of some inputs as numbers, input after input.
-    unsafe fn expand<S: Simd, const N: usize>(from: *const Self, num_in: usize, to: *mut f32);
 }
 
 impl Weight for f32 {
     const TOGETHER: usize = 1;
-    const EXPANDED_FROM: usize = usize::MAX;
     #[inline(always)]
     unsafe fn columns<S: Simd, const N: usize>(from: *const f32, _place: usize) -> [S::V; N] {
         let mut columns = [S::splat(0.0); N];
@@ -263,15 +265,11 @@ impl Weight for f32 {
         }
         columns
     }
-    unsafe fn expand<S: Simd, const N: usize>(_from: *const f32, _num_in: usize, _to: *mut f32) {
-        unreachable!("they are as they are multiplied");
-    }
 }
 
 /// In pairs: one read and one instruction make numbers of it, as bfloat16 are the upper halves of float32.
 impl Weight for Bf16 {
     const TOGETHER: usize = 2;
-    const EXPANDED_FROM: usize = 6;
     #[inline(always)]
     unsafe fn columns<S: Simd, const N: usize>(from: *const Bf16, place: usize) -> [S::V; N] {
         let mut columns = [S::splat(0.0); N];
@@ -284,17 +282,6 @@ impl Weight for Bf16 {
             };
         }
         columns
-    }
-    #[inline(always)]
-    unsafe fn expand<S: Simd, const N: usize>(from: *const Bf16, num_in: usize, to: *mut f32) {
-        let width = N * S::LANES;
-        for input in 0..num_in {
-            let pairs = from.add(input / 2 * 2 * width);
-            let columns = Self::columns::<S, N>(pairs, input % 2);
-            for n in 0..N {
-                S::store(to.add(input * width + n * S::LANES), columns[n]);
-            }
-        }
     }
 }
 
