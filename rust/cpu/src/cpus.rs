@@ -4,28 +4,32 @@
 //! two workers on one CPU, whose units then take twice as long, or move a worker away from what its caches hold. With fewer
 //! workers the system chooses: other processes may have as few, and would not have to meet on the same CPUs.
 
+pub(crate) use chosen::Cpus;
+
 /// Set to `false`, workers go where the system puts them.
 pub const BIND_VARIABLE: &str = "OMP_PROC_BIND";
 
-/// A CPU for each worker.
-pub(crate) struct Cpus {
-    #[cfg(target_os = "linux")]
-    all: rustix::thread::CpuSet,
-    #[cfg(target_os = "linux")]
-    of_workers: Vec<usize>,
-}
-
-/// A thread's stay on a worker's CPU; it ends when this is dropped.
-pub(crate) struct Stay {
-    #[cfg(target_os = "linux")]
-    before: rustix::thread::CpuSet,
+/// Whether each of so many workers has a CPU of its own.
+pub fn is_bound(num_workers: usize) -> bool {
+    Cpus::of(num_workers).is_some()
 }
 
 #[cfg(target_os = "linux")]
-mod linux {
+mod chosen {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-    use super::{BIND_VARIABLE, Cpus, Stay};
+    use super::BIND_VARIABLE;
+
+    /// A CPU for each worker.
+    pub(crate) struct Cpus {
+        all: CpuSet,
+        of_workers: Vec<usize>,
+    }
+
+    /// A thread's stay on a worker's CPU; it ends when this is dropped.
+    pub(crate) struct Stay {
+        before: CpuSet,
+    }
 
     impl Cpus {
         /// One for each of so many workers, or None where the system is to choose.
@@ -62,19 +66,17 @@ mod linux {
 }
 
 #[cfg(not(target_os = "linux"))]
-impl Cpus {
-    /// None: the system chooses.
-    pub(crate) fn of(_num_workers: usize) -> Option<Cpus> {
-        None
-    }
+mod chosen {
+    /// There are none: the system chooses.
+    pub(crate) enum Cpus {}
 
-    /// None.
-    pub(crate) fn stay(&self, _worker: usize) -> Option<Stay> {
-        None
-    }
-}
+    impl Cpus {
+        pub(crate) fn of(_num_workers: usize) -> Option<Cpus> {
+            None
+        }
 
-/// Whether each of so many workers has a CPU of its own.
-pub fn is_bound(num_workers: usize) -> bool {
-    Cpus::of(num_workers).is_some()
+        pub(crate) fn stay(&self, _worker: usize) -> Option<()> {
+            match *self {}
+        }
+    }
 }
