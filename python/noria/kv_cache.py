@@ -1,6 +1,5 @@
 """The KV cache: every layer's blocks in one piece of memory."""
 
-import contextlib
 import math
 import mmap
 import sys
@@ -40,8 +39,8 @@ def num_blocks_in(memory_bytes: int, model_config: ModelConfig, block_size: int,
 class KvCache:
     """K and V of every layer, by block; block 0 is for padding, zeroed, and never stored to.
 
-    On a CPU it is one anonymous private mapping. Its pages, large ones on Linux, the system gives as they are
-    first touched, so a cache may be larger than what is in use; `resize` gives them back.
+    On a CPU it is one anonymous private mapping, whose pages the system gives as they are first touched, so a
+    cache may be larger than what is in use; `resize` gives them back.
 
     Beside it lie blocks of the host's memory, to which the KV of preempted requests is copied. Both hold
     heads as `noria.kv_format.packed` makes them, so a block that is copied keeps its bits.
@@ -216,9 +215,4 @@ def _mapped(nbytes: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     # Python maps shared by default: such pages are not given back by MADV_DONTNEED.
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux":
-        # A token's K and V lie in two places a layer: with small pages each costs a fault, and later walks.
-        with contextlib.suppress(OSError):  # a system without large pages has small ones
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

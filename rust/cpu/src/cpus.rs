@@ -29,6 +29,7 @@ mod chosen {
     /// A thread's stay on a worker's CPU; it ends when this is dropped.
     pub(crate) struct Stay {
         before: CpuSet,
+        own: CpuSet,
     }
 
     impl Cpus {
@@ -53,14 +54,16 @@ mod chosen {
             let mut own = CpuSet::new();
             own.set(self.of_workers[worker]);
             sched_setaffinity(None, &own).ok()?;
-            Some(Stay { before })
+            Some(Stay { before, own })
         }
     }
 
     impl Drop for Stay {
         fn drop(&mut self) {
-            // It was allowed before; where it no longer is, the system has chosen another.
-            let _ = sched_setaffinity(None, &self.before);
+            // Who has moved it meanwhile has the last word.
+            if sched_getaffinity(None).is_ok_and(|now| now == self.own) {
+                let _ = sched_setaffinity(None, &self.before);
+            }
         }
     }
 }

@@ -244,7 +244,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn as_many_workers_as_cpus_have_one_each_and_the_caller_keeps_none() {
-        use rustix::thread::{CpuSet, sched_getaffinity};
+        use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
         let cpus_of = |set: &CpuSet| -> Vec<usize> {
             (0..CpuSet::MAX_CPU)
@@ -277,6 +277,16 @@ mod tests {
             }
             assert_eq!(sched_getaffinity(None).unwrap(), before);
         }
+        // Another choice that is made while a job runs stays.
+        let mut last = CpuSet::new();
+        last.set(all[all.len() - 1]);
+        Pool::new(all.len()).unwrap().run(&|worker| {
+            if worker.index == 0 {
+                sched_setaffinity(None, &last).unwrap();
+            }
+        });
+        assert_eq!(sched_getaffinity(None).unwrap(), last);
+        sched_setaffinity(None, &before).unwrap();
     }
 
     /// Runs stages of `num_units` units, each of which has to see all of the stage before.
