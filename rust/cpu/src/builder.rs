@@ -459,10 +459,7 @@ impl Builder {
             self.matrices[matrix.0].lay_halves_together();
             (*own, *made) = (Some(gate), out);
         } else {
-            self.stages.push(match gate {
-                Gate::Silu => Stage::SiluMul { x, out },
-                Gate::Gelu => Stage::GeluMul { x, out },
-            });
+            self.stages.push(Stage::Gate { x, gate, out });
         }
         out
     }

@@ -7,7 +7,7 @@
 pub(crate) use chosen::Cpus;
 
 /// Set to `false`, workers go where the system puts them.
-pub const BIND_VARIABLE: &str = "OMP_PROC_BIND";
+const BIND_VARIABLE: &str = "OMP_PROC_BIND";
 
 /// Whether each of so many workers has a CPU of its own.
 pub fn is_bound(num_workers: usize) -> bool {

@@ -6,9 +6,13 @@ use crate::gemm::{self, Panel};
 use crate::kv::KvFormat;
 use crate::limits;
 use crate::matrix::Format;
+use crate::program::Gate;
 use crate::rowwise;
 use crate::simd::{self, Simd};
 use crate::tile;
+
+/// Makes a row of numbers of gates and as many more behind them.
+pub(crate) type GateRow = unsafe fn(&[f32], &mut [f32]);
 
 /// Of two rows, a weight and its `eps`: the sum, and its norm.
 type AddRmsNorm = unsafe fn([&[f32]; 2], &[f32], f32, &mut [f32], &mut [f32]);
@@ -34,8 +38,8 @@ pub(crate) struct Kernels {
     pub(crate) add: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) scale: unsafe fn(f32, &mut [f32]),
     pub(crate) softcap: unsafe fn(f32, &mut [f32]),
-    pub(crate) silu_mul: unsafe fn(&[f32], &mut [f32]),
-    pub(crate) gelu_mul: unsafe fn(&[f32], &mut [f32]),
+    silu_mul: GateRow,
+    gelu_mul: GateRow,
     /// Lays a tile's rows, so many numbers apart, of so many words, side by side.
     pub(crate) pack: unsafe fn(*const f32, usize, usize, usize, *mut f32),
     pub(crate) quantise: unsafe fn(&[f32], f32, &mut [f32]),
@@ -266,6 +270,14 @@ impl Kernels {
             Format::Q8_0 | Format::Q4_0 | Format::Q4_1 => 2,
         };
         self.tile_rows[kind]
+    }
+
+    /// What gates a row.
+    pub(crate) fn gate(&self, gate: Gate) -> GateRow {
+        match gate {
+            Gate::Silu => self.silu_mul,
+            Gate::Gelu => self.gelu_mul,
+        }
     }
 
     /// The kernels of an instruction set.

@@ -40,7 +40,7 @@ mod tile;
 
 pub use attention::{AttentionOptions, Heads};
 pub use builder::{Builder, MatrixId, TableId, Value, VectorId};
-pub use cpus::{BIND_VARIABLE, is_bound};
+pub use cpus::is_bound;
 pub use draw::{DRAW_CHUNK, draw, noise};
 pub use greedy::most_likely;
 pub use isa::{ISA_NAMES, ISA_VARIABLE, Isa, IsaError};

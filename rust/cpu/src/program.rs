@@ -105,12 +105,9 @@ pub(crate) enum Stage {
         options: AttentionOptions,
         out: Value,
     },
-    SiluMul {
+    Gate {
         x: Value,
-        out: Value,
-    },
-    GeluMul {
-        x: Value,
+        gate: Gate,
         out: Value,
     },
     Choose {
@@ -140,8 +137,7 @@ impl Stage {
             | Stage::Scale { x, .. }
             | Stage::Softcap { x, .. }
             | Stage::Pack { x, .. }
-            | Stage::SiluMul { x, .. }
-            | Stage::GeluMul { x, .. }
+            | Stage::Gate { x, .. }
             | Stage::Quantise { x, .. }
             | Stage::Choose { x, .. } => vec![x],
             Stage::Multiply { x, packed, .. } => vec![x, packed],
@@ -176,8 +172,12 @@ impl Stage {
             Stage::Angles { .. } => "angles",
             Stage::Rotate { .. } => "rotate and store",
             Stage::Store { .. } => "store",
-            Stage::SiluMul { .. } => "silu and multiply",
-            Stage::GeluMul { .. } => "gelu and multiply",
+            Stage::Gate {
+                gate: Gate::Silu, ..
+            } => "silu and multiply",
+            Stage::Gate {
+                gate: Gate::Gelu, ..
+            } => "gelu and multiply",
             Stage::Choose { .. } => "choose",
             Stage::Quantise { .. } => "quantise",
             Stage::Pack { .. } => "pack",
@@ -198,8 +198,7 @@ impl Stage {
             | Stage::Pack { out, .. }
             | Stage::Multiply { out, .. }
             | Stage::Attend { out, .. }
-            | Stage::SiluMul { out, .. }
-            | Stage::GeluMul { out, .. }
+            | Stage::Gate { out, .. }
             | Stage::Quantise { out, .. }
             | Stage::Choose { out, .. } => out,
             Stage::Angles { cos, .. } => cos,
@@ -223,8 +222,7 @@ impl Stage {
             | Stage::Add { .. }
             | Stage::Scale { .. }
             | Stage::Softcap { .. }
-            | Stage::SiluMul { .. }
-            | Stage::GeluMul { .. }
+            | Stage::Gate { .. }
             | Stage::Choose { .. }
             | Stage::Quantise { .. } => true,
         };

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::Kernels;
+use crate::kernels::{GateRow, Kernels};
 use crate::matrix::{BLOCK, Format, Matrix};
 use crate::memory::Rows;
 use crate::program::Units;
@@ -28,9 +28,6 @@ const NEAR_BYTES: usize = 64 << 10;
 const STREAMED_BYTES: usize = 96 << 10;
 /// Words of weights that several tiles are multiplied with before the next ones, where the first level holds them.
 const PART_WORDS: usize = 6144;
-
-/// Makes a row of numbers of gates and as many more behind them.
-pub(crate) type Gate = unsafe fn(&[f32], &mut [f32]);
 
 /// Words that a product with such a matrix takes beside its input and output.
 pub(crate) fn scratch_words(matrix: &Matrix) -> usize {
@@ -296,7 +293,7 @@ pub(crate) unsafe fn multiply(
     kernels: &Kernels,
     (x, num_words): (*const f32, usize),
     num_rows: usize,
-    (matrix, gate, after): (&Matrix, Option<Gate>, Option<&Matrix>),
+    (matrix, gate, after): (&Matrix, Option<GateRow>, Option<&Matrix>),
     out: Rows,
     (units, worker): (&Units, usize),
     scratch: *mut f32,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 
-use super::{Gate, Stage, Units, WorkerScratch};
+use super::{Stage, Units, WorkerScratch};
 use crate::attention::{Attend, AttentionOptions, Heads, Scratch, Unit};
 use crate::builder::{Shape, Table, Value, VectorId};
 use crate::gemm;
@@ -149,10 +149,7 @@ impl Running<'_> {
                 out,
             } => {
                 let num_rows = self.num_rows(out);
-                let gate = gate.map(|gate| match gate {
-                    Gate::Silu => self.kernels.silu_mul,
-                    Gate::Gelu => self.kernels.gelu_mul,
-                });
+                let gate = gate.map(|gate| self.kernels.gate(gate));
                 let x = if num_rows > 1 { packed } else { x };
                 if num_rows > 0 {
                     // SAFETY: the caller's; `x` and `out` lie in different slots.
@@ -362,8 +359,7 @@ impl Running<'_> {
                 }
                 Stage::Add { x, y, .. } => (kernels.add)(of(x), of(y), to),
                 Stage::Quantise { x, limit, .. } => (kernels.quantise)(of(x), limit, to),
-                Stage::SiluMul { x, .. } => (kernels.silu_mul)(of(x), to),
-                Stage::GeluMul { x, .. } => (kernels.gelu_mul)(of(x), to),
+                Stage::Gate { x, gate, .. } => kernels.gate(gate)(of(x), to),
                 Stage::Scale { x, factor, .. } => {
                     self.copy_unless_in_place(x, made, row);
                     (kernels.scale)(factor, to);
